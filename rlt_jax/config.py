@@ -1,0 +1,191 @@
+"""What a user can set about an engine: frozen dataclasses, each checking itself.
+
+The field names follow the reference runtime, so that its users can move over. Every field
+carries its help text; the command line is generated from them.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from rlt_jax.validation import check_bool, check_choice, check_float, check_int, fail, option
+
+LAYOUTS = ("last_exited", "shared")
+SCHEDULER_MODES = ("refill", "no_refill")
+EXIT_MODES = ("ouro", "trace")
+KERNELS = ("auto", "reference")
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV pool.
+
+    In the "last_exited" layout every token page takes one block per depth; in "shared" it
+    takes one. `num_blocks` counts blocks of all depths.
+    """
+
+    num_blocks: int | None = option(None, "KV blocks in all (None: planned from the memory)")
+    block_size: int = option(16, "tokens in a block")
+    layout: str = option("last_exited", "KV planes: one per depth, or one shared", choices=LAYOUTS)
+    gpu_memory_utilization: float = option(0.9, "share of the device memory to use, in (0, 1]")
+    kv_cache_memory_bytes: int | None = option(None, "bytes of KV (None: planned)")
+    memory_reserve_bytes: int = option(256 * 2**20, "bytes the memory plan leaves free")
+
+    def __post_init__(self):
+        check_int("CacheConfig.num_blocks", self.num_blocks, minimum=1, optional=True)
+        check_int("CacheConfig.block_size", self.block_size, minimum=1)
+        check_choice("CacheConfig.layout", self.layout, LAYOUTS)
+        check_float(
+            "CacheConfig.gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            "in (0, 1]",
+            lambda share: 0 < share <= 1,
+        )
+        name = "CacheConfig.kv_cache_memory_bytes"
+        check_int(name, self.kv_cache_memory_bytes, minimum=1, optional=True)
+        check_int("CacheConfig.memory_reserve_bytes", self.memory_reserve_bytes, minimum=0)
+        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
+            fail(name, self.kv_cache_memory_bytes, "cannot be set together with num_blocks")
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig:
+    """How requests are batched. None: 8 sequences and 128 tokens on a CPU, 128 and 2,048 on a GPU."""
+
+    max_num_seqs: int | None = option(None, "requests in the engine at once")
+    max_num_batched_tokens: int | None = option(None, "rows or prompt tokens in a batch")
+    mode: str = option(
+        "refill",
+        "refill: a finished row is replaced at once; no_refill: fill, run and empty in phases",
+        choices=SCHEDULER_MODES,
+    )
+    prefill_chunk_size: int | None = option(
+        None, "prompt tokens of one request in a batch (None: max_num_batched_tokens)"
+    )
+    max_prefill_batches_before_decode: int = option(
+        1, "prefill batches allowed before waiting decode rows must run"
+    )
+    min_coda_batch_size: int = option(
+        1, "rows to gather before a coda batch, while other rows can still run"
+    )
+
+    def __post_init__(self):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_size"):
+            check_int(f"SchedulerConfig.{name}", getattr(self, name), minimum=1, optional=True)
+        check_choice("SchedulerConfig.mode", self.mode, SCHEDULER_MODES)
+        for name in ("max_prefill_batches_before_decode", "min_coda_batch_size"):
+            check_int(f"SchedulerConfig.{name}", getattr(self, name), minimum=1)
+
+    def resolve(self, platform: str) -> "SchedulerConfig":
+        """The same config with every None replaced by the platform's default."""
+        seqs, tokens = (8, 128) if platform == "cpu" else (128, 2048)
+        tokens = self.max_num_batched_tokens or tokens
+        return dataclasses.replace(
+            self,
+            max_num_seqs=self.max_num_seqs or seqs,
+            max_num_batched_tokens=tokens,
+            prefill_chunk_size=min(self.prefill_chunk_size or tokens, tokens),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ExitConfig:
+    """When a decoded token may leave the loop. Prompts always run to full depth.
+
+    "ouro" reads the model's gate as a hazard; "trace" replays `depths_by_request`: for each
+    request id the prompt's full depth, then one depth per further output token.
+    """
+
+    mode: str = option("ouro", "exit policy", choices=EXIT_MODES)
+    depths_by_request: Mapping[str, tuple[int, ...]] | None = option(
+        None, 'depths to replay, by request id (JSON, for mode "trace")'
+    )
+
+    def __post_init__(self):
+        check_choice("ExitConfig.mode", self.mode, EXIT_MODES)
+        name = "ExitConfig.depths_by_request"
+        if (self.mode == "trace") != (self.depths_by_request is not None):
+            fail(name, self.depths_by_request, 'must be given with mode "trace" and only then')
+        if self.depths_by_request is None:
+            return
+        if not isinstance(self.depths_by_request, Mapping):
+            fail(name, self.depths_by_request, "must map request ids to lists of depths")
+        frozen = {}
+        for request_id, depths in self.depths_by_request.items():
+            if not isinstance(request_id, str) or not request_id:
+                fail(name, request_id, "request ids must be non-empty strings")
+            if not isinstance(depths, (list, tuple)) or not depths:
+                fail(f"{name}[{request_id!r}]", depths, "must be a non-empty list of depths")
+            for i, depth in enumerate(depths):
+                check_int(f"{name}[{request_id!r}][{i}]", depth, minimum=1)
+            frozen[request_id] = tuple(depths)
+        object.__setattr__(self, "depths_by_request", frozen)
+
+    def __hash__(self):
+        depths = self.depths_by_request
+        return hash((self.mode, depths and tuple(sorted(depths.items()))))
+
+
+# Options of the reference runtime that have no counterpart here, and what replaced each.
+_REPLACED_EXECUTION_OPTIONS = {
+    "static_buffers": "the device state is always preallocated and donated",
+    "pad_to_power_of_two": "batches are always padded to power-of-two buckets",
+    "multi_stream": "XLA runs one compute stream; programs are fused to overlap work",
+    "cuda_graphs": "XLA records command buffers by itself",
+    "cuda_graph_max_batch_size": "XLA records command buffers by itself",
+    "cuda_graph_max_graphs": "XLA records command buffers by itself",
+    "cuda_graph_memory_reserve_bytes": "use CacheConfig.memory_reserve_bytes",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutionConfig:
+    """How programs are compiled and which kernels they use."""
+
+    kernels: str = option("auto", "kernel implementations", choices=KERNELS)
+    compilation_cache_dir: str | None = option(
+        None, "folder that keeps compiled programs between runs (None: JAX's own setting)"
+    )
+    compile_ahead: bool = option(False, "compile every program before the first request")
+    min_row_bucket: int | None = option(
+        None, "smallest bucket of decode rows, a power of two (None: 1 on a CPU, 8 on a GPU)"
+    )
+    min_prefill_bucket: int | None = option(
+        None, "smallest bucket of prefill tiles, a power of two (None: 1 on a CPU, 4 on a GPU)"
+    )
+
+    def __post_init__(self):
+        check_choice("ExecutionConfig.kernels", self.kernels, KERNELS)
+        if self.compilation_cache_dir is not None and (
+            not isinstance(self.compilation_cache_dir, str) or not self.compilation_cache_dir
+        ):
+            rule = "must be a folder's path or None"
+            fail("ExecutionConfig.compilation_cache_dir", self.compilation_cache_dir, rule)
+        check_bool("ExecutionConfig.compile_ahead", self.compile_ahead)
+        for name in ("min_row_bucket", "min_prefill_bucket"):
+            value = getattr(self, name)
+            check_int(f"ExecutionConfig.{name}", value, minimum=1, optional=True)
+            if value is not None and value & (value - 1):
+                fail(f"ExecutionConfig.{name}", value, "must be a power of two")
+
+    def resolve(self, platform: str) -> "ExecutionConfig":
+        """The same config with every None bucket replaced by the platform's default."""
+        rows, tiles = (1, 1) if platform == "cpu" else (8, 4)
+        return dataclasses.replace(
+            self,
+            min_row_bucket=self.min_row_bucket or rows,
+            min_prefill_bucket=self.min_prefill_bucket or tiles,
+        )
+
+
+def _refuse_replaced_options(init):
+    def checked(self, *args, **kwargs):
+        for name in kwargs:
+            if name in _REPLACED_EXECUTION_OPTIONS:
+                rule = f"this option does not exist here: {_REPLACED_EXECUTION_OPTIONS[name]}"
+                fail(f"ExecutionConfig.{name}", kwargs[name], rule)
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+ExecutionConfig.__init__ = _refuse_replaced_options(ExecutionConfig.__init__)

@@ -1,0 +1,242 @@
+"""Ouro: parameters, and the pure stages prelude -> recurrent (once per loop) -> coda.
+
+Source: "Scaling Latent Reasoning via Looped Language Models" (arXiv 2510.25741). The exact
+numerics are written down in docs/architecture.md. Nothing here knows of scheduling.
+
+Arrays are named by their axes: n tiles, q rows of a tile, d hidden, h heads, k key/value heads,
+x head_dim, v vocabulary.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from rlt_jax.kernels.paged_attention import PagedKV, TileBatch, paged_attention, write_kv
+from rlt_jax.models.ouro_config import OuroConfig
+
+__all__ = [
+    "DTypePolicy",
+    "OuroConfig",
+    "OuroLayerParams",
+    "OuroParams",
+    "abstract_params",
+    "coda",
+    "exit_probability",
+    "init_params",
+    "prelude",
+    "recurrent",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class DTypePolicy:
+    """Weights, activations and KV share one dtype; norms' statistics, rotary angles, the gate,
+    logits and sampling are always float32."""
+
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype = {self.dtype!r}: must be 'float32' or 'bfloat16'")
+
+    @property
+    def precision(self) -> lax.Precision:
+        """float32 products must not fall to TF32 on a GPU."""
+        return lax.Precision.HIGHEST if self.dtype == "float32" else lax.Precision.DEFAULT
+
+
+@struct.dataclass
+class OuroLayerParams:
+    """One layer; every matrix is [out, in] as in the checkpoint.
+
+    wqkv: [(h + 2k) * x, d], the q, k and v rows one after the other.
+    w_gate_up: [2 * mlp, d], gate rows then up rows. norms: [4, d], in the order of use:
+    before and after attention, before and after the MLP.
+    """
+
+    wqkv: jax.Array
+    wo: jax.Array
+    w_gate_up: jax.Array
+    w_down: jax.Array
+    norms: jax.Array
+
+
+@struct.dataclass
+class OuroParams:
+    """embed, lm_head: [v, d]. norm: [d]. gate_weight: [d], gate_bias: [] (both used in f32)."""
+
+    embed: jax.Array
+    layers: tuple[OuroLayerParams, ...]
+    norm: jax.Array
+    gate_weight: jax.Array
+    gate_bias: jax.Array
+    lm_head: jax.Array
+
+
+def abstract_params(config: OuroConfig, policy: DTypePolicy) -> OuroParams:
+    """The parameter tree as jax.ShapeDtypeStruct leaves."""
+    dtype = jnp.dtype(policy.dtype)
+
+    def leaf(*shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    d, x = config.hidden_size, config.head_dim
+    h, k = config.num_attention_heads, config.num_key_value_heads
+    layer = OuroLayerParams(
+        wqkv=leaf((h + 2 * k) * x, d),
+        wo=leaf(d, h * x),
+        w_gate_up=leaf(2 * config.intermediate_size, d),
+        w_down=leaf(d, config.intermediate_size),
+        norms=leaf(4, d),
+    )
+    return OuroParams(
+        embed=leaf(config.vocab_size, d),
+        layers=(layer,) * config.num_hidden_layers,
+        norm=leaf(d),
+        gate_weight=leaf(d),
+        gate_bias=leaf(),
+        lm_head=leaf(config.vocab_size, d),
+    )
+
+
+def init_params(
+    config: OuroConfig,
+    key: jax.Array,
+    policy: DTypePolicy = DTypePolicy(),
+    sharding: jax.sharding.Sharding | None = None,
+) -> OuroParams:
+    """Synthetic weights, drawn on the device one tensor at a time (never on the host).
+
+    Matrices ~ N(0, 1/in); norms ~ 1 + N(0, 0.01); the embedding and the gate ~ N(0, 1/d).
+    """
+    abstract, tree = jax.tree.flatten(abstract_params(config, policy))
+    norms = jax.tree.leaves(abstract_params(config, policy).replace(
+        norm=True, layers=tuple(
+            OuroLayerParams(False, False, False, False, True)
+            for _ in range(config.num_hidden_layers)
+        ), embed=False, gate_weight=False, gate_bias=False, lm_head=False))
+
+    @functools.partial(jax.jit, static_argnums=(1, 2, 3), out_shardings=sharding)
+    def draw(key, shape, dtype, is_norm):
+        noise = jax.random.normal(key, shape, jnp.float32)
+        scaled = 1 + 0.1 * noise if is_norm else noise * (shape[-1] if shape else 1) ** -0.5
+        return scaled.astype(dtype)
+
+    keys = jax.random.split(key, len(abstract))
+    leaves = [
+        draw(keys[i], leaf.shape, leaf.dtype, is_norm)
+        for i, (leaf, is_norm) in enumerate(zip(abstract, norms, strict=True))
+    ]
+    return jax.tree.unflatten(tree, leaves)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm over the last axis: float32 statistics, cast to x.dtype, then times the weight."""
+    x32 = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return weight * (x32 * scale).astype(x.dtype)
+
+
+def rotary_angles(
+    positions_nq: jax.Array, head_dim: int, theta: float, dtype
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, each [n, q, 1, x/2]; computed in float32, then cast."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    inverse_frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+    angles = positions_nq[..., None, None].astype(jnp.float32) * inverse_frequencies
+    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+
+
+def apply_rotary(x_nqhx: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the split halves of the last axis."""
+    first, second = jnp.split(x_nqhx, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def linear(x: jax.Array, weight: jax.Array, policy: DTypePolicy, out_dtype=None) -> jax.Array:
+    """x [..., in] times weight [out, in], accumulated in float32."""
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    out_dtype = out_dtype or x.dtype
+    return lax.dot_general(
+        x, weight, contract, precision=policy.precision, preferred_element_type=out_dtype
+    )
+
+
+def prelude(params: OuroParams, tokens: jax.Array) -> jax.Array:
+    """Token ids of any shape [...] to hidden states [..., d]."""
+    return jnp.take(params.embed, tokens, axis=0, mode="clip")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _layer(
+    config: OuroConfig,
+    policy: DTypePolicy,
+    params: OuroLayerParams,
+    layer: jax.Array,
+    hidden_nqd: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    kv: PagedKV,
+    batch: TileBatch,
+) -> tuple[jax.Array, PagedKV]:
+    """One sandwich-normed layer. An inner jit, so that all layers share one trace."""
+    n, q, _ = hidden_nqd.shape
+    h, k, x = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    norm = functools.partial(rms_norm, eps=config.rms_norm_eps)
+
+    qkv = linear(norm(hidden_nqd, params.norms[0]), params.wqkv, policy)
+    qkv = qkv.reshape(n, q, h + 2 * k, x)
+    q_nqhx = apply_rotary(qkv[:, :, :h], cos, sin)
+    k_nqkx = apply_rotary(qkv[:, :, h : h + k], cos, sin)
+    v_nqkx = qkv[:, :, h + k :]
+    kv = write_kv(kv, layer, k_nqkx, v_nqkx, batch)
+    attended = paged_attention(q_nqhx, kv, layer, batch, precision=policy.precision)
+    attended = linear(attended.reshape(n, q, h * x), params.wo, policy)
+    hidden_nqd = hidden_nqd + norm(attended, params.norms[1])
+
+    gate_up = linear(norm(hidden_nqd, params.norms[2]), params.w_gate_up, policy)
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    mlp = linear(jax.nn.silu(gate) * up, params.w_down, policy)
+    return hidden_nqd + norm(mlp, params.norms[3]), kv
+
+
+def recurrent(
+    config: OuroConfig,
+    policy: DTypePolicy,
+    params: OuroParams,
+    hidden_nqd: jax.Array,
+    kv: PagedKV,
+    batch: TileBatch,
+) -> tuple[jax.Array, PagedKV]:
+    """One loop through the whole stack, the final norm included.
+
+    Writes each valid row's K/V at (batch depth, row position), then attends over that plane up
+    to the row itself. Depth is data: tiles of one batch may be at different loops.
+    """
+    angles = rotary_angles(
+        batch.positions_nq, config.head_dim, config.rope_theta, hidden_nqd.dtype
+    )
+    for layer, layer_params in enumerate(params.layers):
+        hidden_nqd, kv = _layer(
+            config, policy, layer_params, jnp.int32(layer), hidden_nqd, *angles, kv, batch
+        )
+    return rms_norm(hidden_nqd, params.norm, config.rms_norm_eps), kv
+
+
+def exit_probability(params: OuroParams, hidden: jax.Array) -> jax.Array:
+    """The gate, a hazard: sigmoid(w . h + b) in float32 for hidden [..., d]."""
+    weight = params.gate_weight.astype(jnp.float32)
+    logit = jnp.einsum(
+        "...d,d->...", hidden.astype(jnp.float32), weight, precision=lax.Precision.HIGHEST
+    )
+    return jax.nn.sigmoid(logit + params.gate_bias.astype(jnp.float32))
+
+
+def coda(policy: DTypePolicy, params: OuroParams, hidden: jax.Array) -> jax.Array:
+    """Hidden states [..., d], normed by their last loop, to float32 logits [..., v]."""
+    return linear(hidden, params.lm_head, policy, out_dtype=jnp.float32)

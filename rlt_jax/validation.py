@@ -1,0 +1,59 @@
+"""Checks shared by every config dataclass: each error names the field, the value and the rule."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+
+
+def option(default, help: str, **metadata):
+    """A dataclass field with a default and the one-line help that the command line shows."""
+    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
+def fail(field: str, value: object, rule: str) -> None:
+    raise ValueError(f"{field} = {value!r}: {rule}")
+
+
+def check_int(
+    field: str,
+    value: object,
+    *,
+    minimum: int | None = None,
+    maximum: int | None = None,
+    optional: bool = False,
+) -> None:
+    """Refuses anything but a true int (bool is not one) within [minimum, maximum]."""
+    if value is None and optional:
+        return
+    rule = "must be an integer"
+    if minimum is not None:
+        rule += f" >= {minimum}"
+    if maximum is not None:
+        rule += f"{' and' if minimum is not None else ''} <= {maximum}"
+    if optional:
+        rule += " or None"
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or (minimum is not None and value < minimum)
+        or (maximum is not None and value > maximum)
+    ):
+        fail(field, value, rule)
+
+
+def check_float(field: str, value: object, rule: str, holds: Callable[[float], bool]) -> None:
+    """Refuses anything but a finite int or float for which `holds` is true."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not holds(value):
+        fail(field, value, f"must be a finite number {rule}")
+
+
+def check_bool(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        fail(field, value, "must be True or False")
+
+
+def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
+    choices = tuple(choices)
+    if not isinstance(value, str) or value not in choices:
+        fail(field, value, "must be one of " + ", ".join(repr(choice) for choice in choices))
