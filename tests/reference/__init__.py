@@ -1,0 +1,1 @@
+"""A PyTorch reference, independent of the runtime that is compared with it."""
