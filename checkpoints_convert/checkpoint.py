@@ -1,0 +1,49 @@
+"""Opens whatever holds a checkpoint: a Hugging Face folder, an Orbax folder, or a hub id."""
+
+from pathlib import Path
+
+from rlt_jax.checkpoints_convert.errors import CheckpointError
+from rlt_jax.checkpoints_convert.hub import download, is_hub_id
+from rlt_jax.checkpoints_convert.orbax_folder import (
+    OrbaxFolder,
+    looks_like_orbax_folder,
+    open_orbax_folder,
+)
+from rlt_jax.checkpoints_convert.safetensors_folder import (
+    HuggingFaceFolder,
+    open_huggingface_folder,
+)
+
+# Both have .kind, .folder, .config, .tensors, .read_tensor(name) and .read_item(item).
+Checkpoint = HuggingFaceFolder | OrbaxFolder
+
+
+def open_checkpoint(source: str | Path) -> Checkpoint:
+    """Opens and checks a checkpoint without reading its data.
+
+    source: a folder (as Hugging Face or `rlt-jax convert` writes it), or a hub id org/name, which
+    is downloaded when huggingface_hub is installed. An existing folder wins over a hub id.
+    Raises CheckpointError naming the file, the tensor or field, and the rule that it breaks.
+    """
+    folder = resolve_folder(source)
+    try:
+        if looks_like_orbax_folder(folder):
+            return open_orbax_folder(folder)
+        return open_huggingface_folder(folder)
+    except OSError as error:
+        path = error.filename or folder
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def resolve_folder(source: str | Path) -> Path:
+    """The folder that `source` names, downloaded if it is a hub id."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{source}: is a file; give the folder that holds the checkpoint")
+    if is_hub_id(str(source)):
+        return download(str(source))
+    raise CheckpointError(
+        f"{source}: neither an existing folder nor a Hugging Face hub id (org/name)"
+    )
