@@ -1,0 +1,1 @@
+"""Device kernels. Each lives in a folder of its own: a neutral API and a plain-jnp reference."""

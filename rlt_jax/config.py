@@ -145,7 +145,9 @@ class ExecutionConfig:
     compilation_cache_dir: str | None = option(
         None, "folder that keeps compiled programs between runs (None: JAX's own setting)"
     )
-    compile_ahead: bool = option(False, "compile every program before the first request")
+    compile_ahead: bool | None = option(
+        None, "compile every program before the first request (None: on a GPU only)"
+    )
     min_row_bucket: int | None = option(
         None, "smallest bucket of decode rows, a power of two (None: 1 on a CPU, 8 on a GPU)"
     )
@@ -160,7 +162,8 @@ class ExecutionConfig:
         ):
             rule = "must be a folder's path or None"
             fail("ExecutionConfig.compilation_cache_dir", self.compilation_cache_dir, rule)
-        check_bool("ExecutionConfig.compile_ahead", self.compile_ahead)
+        if self.compile_ahead is not None:
+            check_bool("ExecutionConfig.compile_ahead", self.compile_ahead)
         for name in ("min_row_bucket", "min_prefill_bucket"):
             value = getattr(self, name)
             check_int(f"ExecutionConfig.{name}", value, minimum=1, optional=True)
@@ -168,10 +171,11 @@ class ExecutionConfig:
                 fail(f"ExecutionConfig.{name}", value, "must be a power of two")
 
     def resolve(self, platform: str) -> "ExecutionConfig":
-        """The same config with every None bucket replaced by the platform's default."""
+        """The same config with the open choices replaced by the platform's defaults."""
         rows, tiles = (1, 1) if platform == "cpu" else (8, 4)
         return dataclasses.replace(
             self,
+            compile_ahead=platform != "cpu" if self.compile_ahead is None else self.compile_ahead,
             min_row_bucket=self.min_row_bucket or rows,
             min_prefill_bucket=self.min_prefill_bucket or tiles,
         )

@@ -9,6 +9,7 @@ x head_dim, v vocabulary.
 
 import dataclasses
 import functools
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -112,27 +113,26 @@ def init_params(
 ) -> OuroParams:
     """Synthetic weights, drawn on the device one tensor at a time (never on the host).
 
-    Matrices ~ N(0, 1/in); norms ~ 1 + N(0, 0.01); the embedding and the gate ~ N(0, 1/d).
+    Matrices ~ N(0, 1/in); norms ~ 1 + N(0, 0.01); the embedding ~ N(0, 1).
     """
-    abstract, tree = jax.tree.flatten(abstract_params(config, policy))
-    norms = jax.tree.leaves(abstract_params(config, policy).replace(
-        norm=True, layers=tuple(
-            OuroLayerParams(False, False, False, False, True)
-            for _ in range(config.num_hidden_layers)
-        ), embed=False, gate_weight=False, gate_bias=False, lm_head=False))
 
-    @functools.partial(jax.jit, static_argnums=(1, 2, 3), out_shardings=sharding)
-    def draw(key, shape, dtype, is_norm):
+    @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), out_shardings=sharding)
+    def draw(key, shape, dtype, mean, deviation):
         noise = jax.random.normal(key, shape, jnp.float32)
-        scaled = 1 + 0.1 * noise if is_norm else noise * (shape[-1] if shape else 1) ** -0.5
-        return scaled.astype(dtype)
+        return (mean + deviation * noise).astype(dtype)
 
-    keys = jax.random.split(key, len(abstract))
-    leaves = [
-        draw(keys[i], leaf.shape, leaf.dtype, is_norm)
-        for i, (leaf, is_norm) in enumerate(zip(abstract, norms, strict=True))
-    ]
-    return jax.tree.unflatten(tree, leaves)
+    def draw_leaf(path, leaf):
+        name = path[-1].name
+        if name in ("norm", "norms"):
+            mean, deviation = 1.0, 0.1
+        elif name == "embed":
+            mean, deviation = 0.0, 1.0
+        else:
+            mean, deviation = 0.0, float(max(leaf.shape[-1:], default=1)) ** -0.5
+        leaf_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        return draw(leaf_key, leaf.shape, leaf.dtype, mean, deviation)
+
+    return jax.tree_util.tree_map_with_path(draw_leaf, abstract_params(config, policy))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -1,0 +1,77 @@
+"""Puts an engine together: memory plan, device state, programs, runner, scheduler."""
+
+import dataclasses
+
+import jax
+
+from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
+from rlt_jax.engine.core import EngineCore
+from rlt_jax.engine.exit_policy import exit_policy
+from rlt_jax.engine.intake import ModelLimits
+from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
+from rlt_jax.engine.scheduler import Scheduler
+from rlt_jax.engine.types import PREFILL_TILE
+from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
+from rlt_jax.runtime.compilation import Buckets, Programs, use_compilation_cache
+from rlt_jax.runtime.memory_plan import MemoryPlan, plan_memory
+from rlt_jax.runtime.programs import ProgramSpec
+from rlt_jax.runtime.runner import Runner
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """The parts of a running engine."""
+
+    core: EngineCore
+    runner: Runner
+    programs: Programs
+    memory_plan: MemoryPlan
+
+
+def assemble(
+    model: OuroConfig,
+    params: OuroParams,
+    *,
+    policy: DTypePolicy,
+    device: jax.Device,
+    eos_token_ids: tuple[int, ...] = (),
+    cache_config: CacheConfig | None = None,
+    scheduler_config: SchedulerConfig | None = None,
+    exit_config: ExitConfig | None = None,
+    execution_config: ExecutionConfig | None = None,
+) -> Assembly:
+    """Builds an engine around parameters that already lie on `device`."""
+    cache = cache_config or CacheConfig()
+    scheduling = (scheduler_config or SchedulerConfig()).resolve(device.platform)
+    execution = (execution_config or ExecutionConfig()).resolve(device.platform)
+    use_compilation_cache(execution.compilation_cache_dir)
+
+    buckets = plan_buckets(cache, scheduling, execution)
+    plan = plan_memory(model, policy, cache, scheduling.max_num_seqs, buckets, device)
+    shape = plan.state_shape(scheduling.max_num_seqs, model.max_position_embeddings)
+    programs = Programs(ProgramSpec(model, policy, shape), buckets, device)
+    if execution.compile_ahead:
+        programs.warm_up()
+    runner = Runner(params, programs)
+
+    limits = ModelLimits(
+        vocab_size=model.vocab_size,
+        full_depth=model.total_ut_steps,
+        max_positions=model.max_position_embeddings,
+        eos_token_ids=eos_token_ids,
+    )
+    exits = exit_policy(exit_config or ExitConfig())
+    kv = KVAccounting(KVGeometry(plan.num_pages, plan.planes, plan.block_size))
+    scheduler = Scheduler(scheduling, limits, exits, kv)
+    return Assembly(EngineCore(scheduler, runner, limits, exits), runner, programs, plan)
+
+
+def plan_buckets(
+    cache: CacheConfig, scheduling: SchedulerConfig, execution: ExecutionConfig
+) -> Buckets:
+    """Buckets that hold the largest batches the scheduler can make."""
+    rows = min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
+    # A prompt chunk fills whole tiles but for its last one; SHARED takes one tile per request.
+    whole = scheduling.max_num_batched_tokens // PREFILL_TILE
+    tiles = rows + whole if cache.layout == "last_exited" else rows
+    return Buckets.plan(rows, execution.min_row_bucket, tiles, execution.min_prefill_bucket)

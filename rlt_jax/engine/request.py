@@ -1,0 +1,85 @@
+"""A request as the scheduler sees it: the only place where its progress lives."""
+
+import dataclasses
+import enum
+
+import numpy as np
+
+from rlt_jax.engine.exit_policy import FULL_REMAINING, ExitBounds
+from rlt_jax.outputs import RequestMetrics, RequestOutput
+from rlt_jax.sampling_params import SamplingParams
+
+
+class RequestStage(enum.Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    PRELUDE = "prelude"
+    RECURRENT = "recurrent"
+    CODA = "coda"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """Mutable; owned by the scheduler alone.
+
+    generation: unique in the engine, never reused. position: of the token being computed (in
+    prefill, the next prompt token). depth: loops that token has run. remaining: probability
+    that it has not exited. in_flight: batches submitted and not collected. Times: seconds.
+    """
+
+    id: str
+    generation: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    bounds: ExitBounds
+    arrived: float
+    stage: RequestStage = RequestStage.WAITING
+    slot: int | None = None
+    position: int = 0
+    depth: int = 0
+    remaining: np.float32 = FULL_REMAINING
+    in_flight: int = 0
+    on_device: bool = False
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    depths: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def max_positions(self) -> int:
+        """The last sampled token is never fed back."""
+        return len(self.prompt) + self.params.max_tokens - 1
+
+    @property
+    def finished(self) -> bool:
+        return self.stage is RequestStage.FINISHED
+
+    def output(self) -> RequestOutput:
+        """What the user sees of it now, without the text."""
+        per_token = None
+        if len(self.tokens) > 1:
+            per_token = (self.last_token - self.first_token) / (len(self.tokens) - 1)
+        return RequestOutput(
+            request_id=self.id,
+            prompt_token_ids=self.prompt,
+            token_ids=tuple(self.tokens),
+            text="",
+            exit_depths=tuple(self.depths),
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            finished=self.finished,
+            finish_reason=self.finish_reason,
+            sampling_params=self.params,
+            metrics=RequestMetrics(
+                queue_time=None if self.admitted is None else self.admitted - self.arrived,
+                time_to_first_token=(
+                    None if self.first_token is None else self.first_token - self.arrived
+                ),
+                time_per_output_token=per_token,
+            ),
+            error=self.error,
+        )

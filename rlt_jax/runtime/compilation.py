@@ -1,0 +1,165 @@
+"""Compiled programs: one executable per (program, bucket), shared by the whole process."""
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+import numpy as np
+
+from rlt_jax.models.ouro import abstract_params
+from rlt_jax.runtime.device_state import abstract_state
+from rlt_jax.runtime.programs import (
+    SLOT_UPDATE_ROWS,
+    Kind,
+    ProgramSpec,
+    build,
+    input_layout,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class LateCompileError(RuntimeError):
+    """A program was compiled after everything should have been (an error in tests only)."""
+
+
+# Tests set this; in production a late compile is a counted warning.
+late_compile_is_error = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The powers of two that batches are padded to."""
+
+    rows: tuple[int, ...]
+    tiles: tuple[int, ...]
+
+    @classmethod
+    def plan(cls, max_rows: int, min_rows: int, max_tiles: int, min_tiles: int) -> "Buckets":
+        return cls(_powers_of_two(min_rows, max_rows), _powers_of_two(min_tiles, max_tiles))
+
+    def of(self, kind: Kind) -> tuple[int, ...]:
+        if kind is Kind.SET_SLOTS:
+            return (SLOT_UPDATE_ROWS,)
+        return self.tiles if kind is Kind.PREFILL else self.rows
+
+    def fit(self, kind: Kind, count: int) -> int:
+        """The smallest bucket that holds `count`; raises ValueError when none does."""
+        for bucket in self.of(kind):
+            if count <= bucket:
+                return bucket
+        raise ValueError(f"{count} rows in a {kind.value} batch: must be <= {self.of(kind)[-1]}")
+
+
+def _powers_of_two(first: int, covered: int) -> tuple[int, ...]:
+    buckets = [first]
+    while buckets[-1] < covered:
+        buckets.append(2 * buckets[-1])
+    return tuple(buckets)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    kind: Kind
+    bucket: int
+    spec: ProgramSpec
+    device: jax.Device
+
+
+_executables: dict[_Key, Future] = {}
+_lock = threading.Lock()
+
+
+def _compile(key: _Key) -> jax.stages.Compiled:
+    sharding = jax.sharding.SingleDeviceSharding(key.device)
+
+    def placed(tree):
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+        )
+
+    spec = key.spec
+    state = placed(abstract_state(spec.config, spec.policy, spec.shape))
+    params = placed(abstract_params(spec.config, spec.policy))
+    size = input_layout(key.kind, key.bucket, spec.shape).size
+    packed = jax.ShapeDtypeStruct((size,), np.int32)
+    program = jax.jit(build(key.kind, key.bucket, spec), donate_argnums=0)
+    return program.lower(state, params, packed).compile()
+
+
+class Programs:
+    """One engine's view of the process-wide executables.
+
+    Compiles on first use; after `warm_up` (every bucket compiled) a further compile is counted
+    in `late_compiles` and warned of.
+    """
+
+    def __init__(self, spec: ProgramSpec, buckets: Buckets, device: jax.Device):
+        self.spec = spec
+        self.buckets = buckets
+        self.device = device
+        self.late_compiles = 0
+        self.compile_seconds: dict[str, float] = {}
+        self._warm = False
+
+    def keys(self) -> list[tuple[Kind, int]]:
+        """Every (program, bucket) that this engine can reach."""
+        return [(kind, bucket) for kind in Kind for bucket in self.buckets.of(kind)]
+
+    def get(self, kind: Kind, bucket: int) -> jax.stages.Compiled:
+        key = _Key(kind, bucket, self.spec, self.device)
+        with _lock:
+            future = _executables.get(key)
+            mine = future is None
+            if mine:
+                self._note_late_compile(kind, bucket)
+                future = _executables[key] = Future()
+        if mine:
+            started = time.perf_counter()
+            try:
+                future.set_result(_compile(key))
+            except BaseException as error:
+                with _lock:
+                    del _executables[key]  # the next caller may try again
+                future.set_exception(error)
+                raise
+            self.compile_seconds[f"{kind.value}_{bucket}"] = time.perf_counter() - started
+        return future.result()
+
+    def prefetch(self, keys: Iterable[tuple[Kind, int]]) -> None:
+        """Compiles in threads (XLA releases the GIL) and waits for all."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda key: self.get(*key), keys))
+
+    def warm_up(self) -> None:
+        """Compiles everything, largest buckets first."""
+        self.prefetch(sorted(self.keys(), key=lambda key: -key[1]))
+        self._warm = True
+
+    def _note_late_compile(self, kind: Kind, bucket: int) -> None:
+        if not self._warm:
+            return
+        self.late_compiles += 1
+        message = f"{kind.value}_{bucket} was compiled after warm-up"
+        if late_compile_is_error:
+            raise LateCompileError(message)
+        logger.warning(message)
+
+
+def compiled_count() -> int:
+    """Executables held by the process."""
+    return len(_executables)
+
+
+def use_compilation_cache(folder: str | None) -> None:
+    """Keeps compiled programs in `folder` between runs (None: leaves JAX's setting alone)."""
+    if folder is not None:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+

@@ -1,0 +1,89 @@
+"""What lives on the device between steps: one pytree, donated to every program."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from rlt_jax.kernels.paged_attention import PagedKV
+from rlt_jax.models.ouro import DTypePolicy, OuroConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class StateShape:
+    """num_slots: requests at once. num_pages: logical pages, each of `planes` physical ones.
+    table_width: logical pages one request may use."""
+
+    num_slots: int
+    num_pages: int
+    planes: int
+    block_size: int
+    table_width: int
+
+
+@struct.dataclass
+class SlotSampling:
+    """How each slot samples. temperature_s, top_p_s: f32; top_k_s: int32, -1 for all;
+    seed_s2: uint32, the high and the low word."""
+
+    temperature_s: jax.Array
+    top_k_s: jax.Array
+    top_p_s: jax.Array
+    seed_s2: jax.Array
+
+
+@struct.dataclass
+class DeviceState:
+    """kv: the pool. hidden_sd: each slot's hidden state after its last stage. last_token_s: the
+    last sampled token, the next prelude's input. tables_sp: block tables, mirrors of the
+    scheduler's."""
+
+    kv: PagedKV
+    hidden_sd: jax.Array
+    last_token_s: jax.Array
+    tables_sp: jax.Array
+    sampling: SlotSampling
+
+
+def abstract_state(config: OuroConfig, policy: DTypePolicy, shape: StateShape) -> DeviceState:
+    """The state as jax.ShapeDtypeStruct leaves."""
+    spec = jax.ShapeDtypeStruct
+    dtype = jnp.dtype(policy.dtype)
+    slots = (shape.num_slots,)
+    pool = (
+        config.num_hidden_layers,
+        shape.num_pages * shape.planes,
+        2,
+        config.num_key_value_heads,
+        shape.block_size,
+        config.head_dim,
+    )
+    return DeviceState(
+        kv=PagedKV(pool=spec(pool, dtype), planes=shape.planes),
+        hidden_sd=spec((*slots, config.hidden_size), dtype),
+        last_token_s=spec(slots, jnp.int32),
+        tables_sp=spec((*slots, shape.table_width), jnp.int32),
+        sampling=SlotSampling(
+            temperature_s=spec(slots, jnp.float32),
+            top_k_s=spec(slots, jnp.int32),
+            top_p_s=spec(slots, jnp.float32),
+            seed_s2=spec((*slots, 2), jnp.uint32),
+        ),
+    )
+
+
+def init_state(abstract: DeviceState, sharding: jax.sharding.Sharding) -> DeviceState:
+    """An all-zero state, allocated directly under `sharding`."""
+
+    @functools.partial(jax.jit, out_shardings=sharding)
+    def zeros():
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
+
+    return zeros()
+
+
+def tree_bytes(tree) -> int:
+    """Bytes of all leaves (arrays or ShapeDtypeStructs)."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,137 @@
+"""How many KV blocks fit: read off the compiled programs, not off a trial run."""
+
+import dataclasses
+import os
+
+import jax
+
+from rlt_jax.config import CacheConfig
+from rlt_jax.models.ouro import DTypePolicy, OuroConfig, abstract_params
+from rlt_jax.runtime.compilation import Buckets, Programs
+from rlt_jax.runtime.device_state import StateShape, abstract_state, tree_bytes
+from rlt_jax.runtime.programs import Kind, ProgramSpec
+
+CPU_POOL_BYTES = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """The terms of the plan, in bytes, and what came of it.
+
+    source: "num_blocks", "kv_cache_memory_bytes", "cpu_default" or "device_memory". num_blocks
+    counts the blocks of every depth; num_pages = num_blocks // planes is what requests share.
+    useful_blocks: enough for max_num_seqs full contexts.
+    """
+
+    source: str
+    num_blocks: int
+    num_pages: int
+    planes: int
+    block_size: int
+    bytes_per_block: int
+    useful_blocks: int
+    kv_bytes: int
+    weight_bytes: int
+    temporary_bytes: int | None = None
+    budget_bytes: int | None = None
+    reserve_bytes: int | None = None
+
+    def state_shape(self, num_slots: int, max_positions: int) -> StateShape:
+        return StateShape(
+            num_slots=num_slots,
+            num_pages=self.num_pages,
+            planes=self.planes,
+            block_size=self.block_size,
+            table_width=min(-(-max_positions // self.block_size), self.num_pages),
+        )
+
+
+def plan_memory(
+    config: OuroConfig,
+    policy: DTypePolicy,
+    cache: CacheConfig,
+    num_slots: int,
+    buckets: Buckets,
+    device: jax.Device,
+) -> MemoryPlan:
+    """Sizes the KV pool. Raises ValueError when not even one page fits."""
+    planes = config.total_ut_steps if cache.layout == "last_exited" else 1
+    block_bytes = (
+        2
+        * config.num_hidden_layers
+        * cache.block_size
+        * config.num_key_value_heads
+        * config.head_dim
+        * (2 if policy.dtype == "bfloat16" else 4)
+    )
+    useful = -(-config.max_position_embeddings // cache.block_size) * planes * num_slots
+    weights = tree_bytes(abstract_params(config, policy))
+    terms: dict[str, int] = {}
+    if cache.num_blocks is not None:
+        source, blocks = "num_blocks", cache.num_blocks
+    elif cache.kv_cache_memory_bytes is not None:
+        source = "kv_cache_memory_bytes"
+        blocks = min(useful, cache.kv_cache_memory_bytes // block_bytes)
+    elif device.platform == "cpu":
+        source, blocks = "cpu_default", min(useful, CPU_POOL_BYTES // block_bytes)
+    else:
+        source = "device_memory"
+        terms = _device_terms(config, policy, cache, planes, num_slots, buckets, device)
+        free = terms["budget_bytes"] - weights - terms["temporary_bytes"] - terms["reserve_bytes"]
+        blocks = min(useful, free // block_bytes)
+    if blocks < planes:
+        raise ValueError(
+            f"the KV pool holds {max(blocks, 0)} blocks (source: {source}, {block_bytes} bytes each):"
+            f" must be >= {planes}, one token page at every depth"
+        )
+    pages = blocks // planes
+    return MemoryPlan(
+        source=source,
+        num_blocks=pages * planes,
+        num_pages=pages,
+        planes=planes,
+        block_size=cache.block_size,
+        bytes_per_block=block_bytes,
+        useful_blocks=useful,
+        kv_bytes=pages * planes * block_bytes,
+        weight_bytes=weights,
+        **terms,
+    )
+
+
+def _device_terms(
+    config: OuroConfig,
+    policy: DTypePolicy,
+    cache: CacheConfig,
+    planes: int,
+    num_slots: int,
+    buckets: Buckets,
+    device: jax.Device,
+) -> dict[str, int]:
+    """Budget, temporaries and reserve of a device with memory of its own.
+
+    The largest buckets are compiled with a pool of one page: temporaries do not depend on the
+    pool's size. The slots' own arrays count among the temporaries.
+    """
+    width = -(-config.max_position_embeddings // cache.block_size)
+    shape = StateShape(num_slots, 1, planes, cache.block_size, width)
+    programs = Programs(ProgramSpec(config, policy, shape), buckets, device)
+    kinds = (Kind.PREFILL, Kind.RECURRENT_GATED, Kind.CODA_SAMPLE)
+    keys = [(kind, buckets.of(kind)[-1]) for kind in kinds]
+    programs.prefetch(keys)
+    analyses = [programs.get(*key).memory_analysis() for key in keys]
+    temporaries = max(a.temp_size_in_bytes for a in analyses)
+    state = abstract_state(config, policy, shape)
+    slots = tree_bytes(state) - tree_bytes(state.kv)
+    limit = device.memory_stats()["bytes_limit"]
+    return {
+        "temporary_bytes": temporaries + slots,
+        "budget_bytes": min(limit, int(cache.gpu_memory_utilization * _total_memory(device))),
+        "reserve_bytes": cache.memory_reserve_bytes,
+    }
+
+
+def _total_memory(device: jax.Device) -> int:
+    """The device's whole memory: JAX gives only the allocator's limit, a known share of it."""
+    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+    return int(device.memory_stats()["bytes_limit"] / share)

@@ -1,0 +1,76 @@
+"""Step inputs: the fields of a program's input packed in one int32 array.
+
+One NumPy array straight into the program is the cheapest way to the device. A fresh array is
+made for every step and never written again: the device may still be reading it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedLayout:
+    """Named fields (name, shape, dtype of 4 bytes) one after the other in an int32 array."""
+
+    fields: tuple[tuple[str, tuple[int, ...], type], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(math.prod(shape) for _, shape, _ in self.fields)
+
+    def pack(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        """One fresh int32 array; raises ValueError when a field is missing or misshapen."""
+        packed = np.empty(self.size, np.int32)
+        start = 0
+        for name, shape, dtype in self.fields:
+            value = np.asarray(values[name], dtype)
+            if value.shape != shape:
+                raise ValueError(f"{name} has shape {value.shape}: must be {shape}")
+            packed[start : start + value.size] = value.ravel().view(np.int32)
+            start += value.size
+        return packed
+
+    def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
+        """The fields, by static slices; called inside a program."""
+        values, start = {}, 0
+        for name, shape, dtype in self.fields:
+            size = math.prod(shape)
+            field = packed[start : start + size].reshape(shape)
+            values[name] = lax.bitcast_convert_type(field, dtype)
+            start += size
+        return values
+
+
+def row_layout(rows: int) -> PackedLayout:
+    """Decode rows. slot: num_slots or more marks a padding row."""
+    fields = ("slot", "position", "depth", "output_index")
+    return PackedLayout(tuple((name, (rows,), np.int32) for name in fields))
+
+
+def prefill_layout(tiles: int, tile_size: int) -> PackedLayout:
+    """Prompt tiles. slot: as above; start: first position; count: valid rows; ends_prompt: 1 when
+    the tile's last valid row is the prompt's last token."""
+    fields = ("slot", "start", "count", "ends_prompt")
+    return PackedLayout(
+        tuple((name, (tiles,), np.int32) for name in fields)
+        + (("tokens", (tiles, tile_size), np.int32),)
+    )
+
+
+def slot_layout(rows: int, table_width: int) -> PackedLayout:
+    """Slots to set: block table and sampling parameters."""
+    return PackedLayout(
+        (
+            ("slot", (rows,), np.int32),
+            ("table", (rows, table_width), np.int32),
+            ("temperature", (rows,), np.float32),
+            ("top_k", (rows,), np.int32),
+            ("top_p", (rows,), np.float32),
+            ("seed", (rows, 2), np.uint32),
+        )
+    )
