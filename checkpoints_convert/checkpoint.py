@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rlt_jax.checkpoints_convert.errors import CheckpointError
 from rlt_jax.checkpoints_convert.hub import download, is_hub_id
+from rlt_jax.checkpoints_convert.new_folder import is_temporary
 from rlt_jax.checkpoints_convert.orbax_folder import (
     OrbaxFolder,
     looks_like_orbax_folder,
@@ -26,6 +27,10 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     Raises CheckpointError naming the file, the tensor or field, and the rule that it breaks.
     """
     folder = resolve_folder(source)
+    if is_temporary(folder):
+        raise CheckpointError(
+            f"{folder}: half written: the temporary folder of an interrupted conversion; delete it"
+        )
     try:
         if looks_like_orbax_folder(folder):
             return open_orbax_folder(folder)

@@ -8,7 +8,6 @@ Orbax is imported only by what reads or writes an item.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,9 +20,6 @@ from rlt_jax.checkpoints_convert.tensors import TensorInfo, check_tensors, expec
 from rlt_jax.models.ouro_config import OuroConfig
 
 ITEMS = "items"
-
-# Folders that are being written; see new_folder.
-TEMPORARY_NAME = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +64,9 @@ def looks_like_orbax_folder(folder: Path) -> bool:
 
 def open_orbax_folder(folder: Path) -> OrbaxFolder:
     """Checks the manifest, the presence and size of every file, and the tensors' shapes."""
-    if TEMPORARY_NAME.fullmatch(folder.resolve().name) or not (folder / MANIFEST_NAME).exists():
+    if not (folder / MANIFEST_NAME).exists():
         raise CheckpointError(
-            f"{folder}: half written: a conversion was interrupted here; delete it and convert "
-            "again"
+            f"{folder}: half written: has no {MANIFEST_NAME}; delete it and convert again"
         )
     manifest = Manifest.read(folder)
     for file, size in manifest.files.items():

@@ -7,9 +7,9 @@ mapped, not read: a tensor costs no anonymous memory until it is copied.
 import collections
 import dataclasses
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -92,33 +92,42 @@ def read_config(folder: Path) -> OuroConfig:
 
 
 def read_header(path: Path) -> list[tuple[TensorInfo, int]]:
-    """Each tensor of a safetensors file, in file order, with the offset of its first byte.
+    """Each tensor of a safetensors file with the offset of its first byte in the file.
 
-    The safetensors library checks the header: offsets without holes or overlaps that end exactly
-    at the end of the file.
+    The safetensors library checks the header: sizes that fit shapes, offsets without holes or
+    overlaps that end exactly at the end of the file.
     """
     try:
-        size = path.stat().st_size
+        with safe_open(path, framework="numpy"):
+            pass
         with path.open("rb") as file:
-            offset = 8 + int.from_bytes(file.read(8), "little")
-        found = []
-        with safe_open(path, framework="numpy") as header:
-            for name in header.offset_keys():
-                part = header.get_slice(name)
-                code, shape = part.get_dtype(), tuple(part.get_shape())
-                dtype = _DTYPE_NAMES.get(code, code)
-                found.append((TensorInfo(name, shape, dtype, path.name), offset))
-                if dtype in DTYPES:
-                    offset += math.prod(shape) * DTYPES[dtype].itemsize
-                else:
-                    offset = size  # refused by check_tensors, never read
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length), object_pairs_hook=_unique_keys(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path}: not a complete safetensors file (truncated, or of another format): {error}"
         ) from error
+    found = []
+    for name, entry in header.items():
+        if name != "__metadata__":
+            dtype = _DTYPE_NAMES.get(entry["dtype"], entry["dtype"])
+            info = TensorInfo(name, tuple(entry["shape"]), dtype, path.name)
+            found.append((info, 8 + length + entry["data_offsets"][0]))
     return found
+
+
+def _unique_keys(path: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """For json.loads: an object whose keys must not repeat."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, count in collections.Counter(key for key, _ in pairs).items():
+            if count > 1:
+                raise CheckpointError(f"{path}: duplicate tensor {key}: named {count} times")
+        return dict(pairs)
+
+    return unique
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -139,14 +148,8 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     if not path.exists():
         return None
 
-    def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        for key, count in collections.Counter(key for key, _ in pairs).items():
-            if count > 1:
-                raise CheckpointError(f"{path}: duplicate tensor {key} in the index")
-        return dict(pairs)
-
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys(path))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
