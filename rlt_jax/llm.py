@@ -1,0 +1,393 @@
+"""LLM: a loaded model that answers prompts; generate(): the same in one call.
+
+Both drive one LLMEngine in the caller's thread. JAX is imported with the first model.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import operator
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
+from rlt_jax.outputs import RequestOutput
+from rlt_jax.sampling_params import SamplingParams
+from rlt_jax.validation import fail
+
+if TYPE_CHECKING:
+    from rlt_jax.llm_engine import LLMEngine
+    from rlt_jax.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+class GenerationError(RuntimeError):
+    """Some requests failed. `outputs` holds every request's output, failed and finished."""
+
+    def __init__(self, message: str, outputs: list[RequestOutput]):
+        super().__init__(message)
+        self.outputs = outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamIncrement:
+    """What is new about one request; joined, a request's increments are its RequestOutput."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    exit_depths: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    finished: bool
+    finish_reason: str | None
+    error: str | None = None
+
+
+class LLM:
+    """A model that is loaded and ready; close() it, or use it as a context manager.
+
+    Args:
+      model: a checkpoint's folder, or its id on the Hugging Face hub.
+      tokenizer: a folder with another tokenizer than the checkpoint's own.
+      dtype: "float32" or "bfloat16" (None: bfloat16 on a GPU, float32 on a CPU).
+      device: where to run, as JAX names it: "cpu", "gpu", "gpu:1" (None: JAX's default).
+      total_ut_steps: run fewer loops than the model has, for prompts and outputs alike.
+      cache_config, scheduler_config, exit_config, execution_config: see rlt_jax.config.
+    """
+
+    _engine: "LLMEngine | None"
+
+    def __init__(
+        self,
+        model: str | os.PathLike,
+        *,
+        tokenizer: str | os.PathLike | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+        total_ut_steps: int | None = None,
+        cache_config: CacheConfig | None = None,
+        scheduler_config: SchedulerConfig | None = None,
+        exit_config: ExitConfig | None = None,
+        execution_config: ExecutionConfig | None = None,
+        speculative_config: None = None,
+    ):
+        self._engine = None
+        if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
+            fail("LLM.model", model, "must be a checkpoint's folder or its hub id")
+        configs = {
+            "cache_config": (cache_config, CacheConfig),
+            "scheduler_config": (scheduler_config, SchedulerConfig),
+            "exit_config": (exit_config, ExitConfig),
+            "execution_config": (execution_config, ExecutionConfig),
+        }
+        for name, (config, kind) in configs.items():
+            if config is not None and not isinstance(config, kind):
+                fail(f"LLM.{name}", config, f"must be a {kind.__name__} or None")
+        if speculative_config is not None:
+            rule = "must be None: speculative decoding is not supported"
+            fail("LLM.speculative_config", speculative_config, rule)
+        start = time.perf_counter()
+        from rlt_jax import llm_engine
+
+        imported = time.perf_counter() - start
+        self._engine = llm_engine.LLMEngine(
+            os.fspath(model),
+            tokenizer=None if tokenizer is None else os.fspath(tokenizer),
+            dtype=dtype,
+            device=device,
+            total_ut_steps=total_ut_steps,
+            **{name: config for name, (config, _) in configs.items()},
+        )
+        self.startup_times = {"import": imported, **self._engine.startup_times}
+        self._ids = itertools.count()
+
+    def __enter__(self) -> "LLM":
+        self._open_engine()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the model's memory; doing it again is harmless."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
+
+    @property
+    def engine(self) -> "LLMEngine":
+        return self._open_engine()
+
+    @property
+    def tokenizer(self) -> "Tokenizer | None":
+        return self._open_engine().tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one prompt or many, each a string or token ids, in the order given.
+
+        `sampling_params` is for all, or one for each. Raises ValueError before anything runs
+        when any of them is bad, and GenerationError when requests failed on the way.
+        """
+        engine = self._open_engine()
+        requests = self._check_requests(prompts, sampling_params, request_ids)
+        with self._running(engine, requests):
+            finished = {
+                output.request_id: output
+                for output in _run(engine, [request_id for request_id, _, _ in requests])
+                if output.finished
+            }
+        outputs = [finished[request_id] for request_id, _, _ in requests]
+        _raise_errors(outputs)
+        return outputs
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+    ) -> Iterator[StreamIncrement]:
+        """Like generate(), but an iterator over what each step adds, of all the requests.
+
+        The requests are checked and queued by this call. Closing the iterator, or dropping it,
+        aborts those that have not finished.
+        """
+        engine = self._open_engine()
+        requests = self._check_requests(prompts, sampling_params, request_ids)
+        increments = self._increments(engine, requests)
+        next(increments)  # up to the point where the requests are queued
+        return increments
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        enable_thinking: bool | None = None,
+        add_generation_prompt: bool = True,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or many, through the checkpoint's chat template.
+
+        `enable_thinking` reaches the template, which may know it; None does not.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            fail("LLM.tokenizer", None, "chat() needs a tokenizer with a chat template")
+        if not isinstance(messages, (list, tuple)) or not messages:
+            fail("messages", messages, "must be a non-empty list of messages or conversations")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        prompts = [
+            tokenizer.encode(
+                tokenizer.render_chat(conversation, add_generation_prompt, **variables),
+                add_special_tokens=False,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, request_ids=request_ids)
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's counters."""
+        return self._open_engine().stats()
+
+    def _open_engine(self) -> "LLMEngine":
+        if self._engine is None:
+            raise RuntimeError("LLM: it is closed; make a new one")
+        return self._engine
+
+    def _check_requests(
+        self, prompts: object, sampling_params: object, request_ids: object
+    ) -> list[tuple[str, Prompt, SamplingParams]]:
+        prompts = check_prompts(prompts)
+        params = _check_sampling_params(sampling_params, len(prompts))
+        if request_ids is None:
+            ids = [str(next(self._ids)) for _ in prompts]
+        else:
+            ids = _check_request_ids(request_ids, len(prompts))
+        return list(zip(ids, prompts, params, strict=True))
+
+    @contextlib.contextmanager
+    def _running(
+        self, engine: "LLMEngine", requests: list[tuple[str, Prompt, SamplingParams]]
+    ) -> Iterator[None]:
+        """Queues the requests, all or none; leaving early, for whatever reason, aborts them."""
+        if engine.has_unfinished_requests():
+            raise RuntimeError(
+                "LLM: the engine has unfinished requests of another caller; "
+                "finish or close the stream that started them first"
+            )
+        added = []
+        try:
+            for request_id, prompt, params in requests:
+                engine.add_request(request_id, prompt, params)
+                added.append(request_id)
+            yield
+        except BaseException:
+            if self._engine is engine:  # not closed meanwhile
+                # The first error is the one to report, not one that it may cause here.
+                with contextlib.suppress(Exception):
+                    _abort(engine, added)
+            raise
+
+    def _increments(
+        self, engine: "LLMEngine", requests: list[tuple[str, Prompt, SamplingParams]]
+    ) -> Iterator[StreamIncrement]:
+        latest: dict[str, RequestOutput] = {}
+        with self._running(engine, requests):
+            yield  # stream() stops here: queued, nothing run
+            self._open_engine()
+            for output in _run(engine, [request_id for request_id, _, _ in requests]):
+                increment = _increment(latest.get(output.request_id), output)
+                latest[output.request_id] = output
+                yield increment
+                self._open_engine()
+        _raise_errors([latest[request_id] for request_id, _, _ in requests])
+
+
+_last: tuple[tuple[str | os.PathLike, dict[str, Any]], LLM] | None = None
+_last_lock = threading.RLock()
+
+
+def generate(
+    prompts: Prompt | Sequence[Prompt],
+    model: str | os.PathLike,
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    request_ids: Sequence[str] | None = None,
+    **options: Any,
+) -> list[RequestOutput]:
+    """LLM(model, **options).generate(...) in one call.
+
+    The model stays loaded: the next call with the same model and options uses it again, a call
+    with others closes it first.
+    """
+    global _last
+    inspect.signature(LLM).bind(model, **options)  # a wrong name must not cost the loaded model
+    with _last_lock:
+        if _last is None or _last[0] != (model, options):
+            _close_last()
+            _last = ((model, options), LLM(model, **options))
+        return _last[1].generate(prompts, sampling_params, request_ids=request_ids)
+
+
+@atexit.register
+def _close_last() -> None:
+    global _last
+    last, _last = _last, None
+    if last is not None:
+        last[1].close()
+
+
+def check_prompts(prompts: object) -> list[Prompt]:
+    """One prompt or many as a list of strings and lists of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+        fail("prompts", prompts, "must be a string, token ids, or a list of these")
+    prompts = list(prompts)
+    if prompts and _is_integer(prompts[0]):
+        return [_check_token_ids("prompts", prompts)]
+    return [
+        prompt if isinstance(prompt, str) else _check_token_ids(f"prompts[{i}]", prompt)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _check_token_ids(name: str, prompt: object) -> list[int]:
+    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+        fail(name, prompt, "must be a string or a list of token ids")
+    prompt = list(prompt)
+    for i, token in enumerate(prompt):
+        if not _is_integer(token):
+            fail(f"{name}[{i}]", token, "must be an integer token id")
+    return [operator.index(token) for token in prompt]
+
+
+def _is_integer(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _check_sampling_params(value: object, count: int) -> list[SamplingParams]:
+    if value is None or isinstance(value, SamplingParams):
+        return [value or SamplingParams()] * count
+    if not isinstance(value, (list, tuple)):
+        fail("sampling_params", value, "must be a SamplingParams or a list of them")
+    _check_length("sampling_params", value, count)
+    for i, params in enumerate(value):
+        if not isinstance(params, SamplingParams):
+            fail(f"sampling_params[{i}]", params, "must be a SamplingParams")
+    return list(value)
+
+
+def _check_request_ids(value: object, count: int) -> list[str]:
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        fail("request_ids", value, "must be a list of strings")
+    _check_length("request_ids", value, count)
+    for i, request_id in enumerate(value):
+        if not isinstance(request_id, str) or not request_id:
+            fail(f"request_ids[{i}]", request_id, "must be a non-empty string")
+        if request_id in value[:i]:
+            fail(f"request_ids[{i}]", request_id, "must differ from the others")
+    return list(value)
+
+
+def _check_length(name: str, value: Sequence[object], count: int) -> None:
+    if len(value) != count:
+        raise ValueError(f"len({name}) = {len(value)}: must be the number of prompts, {count}")
+
+
+def _run(engine: "LLMEngine", request_ids: Iterable[str]) -> Iterator[RequestOutput]:
+    """Steps the engine until these requests have finished; yields their outputs as they grow."""
+    pending = set(request_ids)
+    while pending:
+        if not engine.has_unfinished_requests():
+            raise RuntimeError(f"LLM: the engine lost the requests {sorted(pending)}")
+        for output in engine.step():
+            if output.request_id in pending:
+                if output.finished:
+                    pending.discard(output.request_id)
+                yield output
+
+
+def _abort(engine: "LLMEngine", request_ids: Iterable[str]) -> None:
+    for request_id in request_ids:
+        engine.abort_request(request_id)
+    while engine.has_unfinished_requests():  # what they hold returns with their last results
+        engine.step()
+
+
+def _increment(before: RequestOutput | None, output: RequestOutput) -> StreamIncrement:
+    text, count = ("", 0) if before is None else (before.text, len(before.token_ids))
+    return StreamIncrement(
+        request_id=output.request_id,
+        text=output.text[len(text) :],
+        token_ids=output.token_ids[count:],
+        exit_depths=output.exit_depths[count:],
+        logprobs=None if output.logprobs is None else output.logprobs[count:],
+        finished=output.finished,
+        finish_reason=output.finish_reason,
+        error=output.error,
+    )
+
+
+def _raise_errors(outputs: list[RequestOutput]) -> None:
+    failed = [output for output in outputs if output.finish_reason == "error"]
+    if failed:
+        others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        message = f"request {failed[0].request_id!r}: {failed[0].error}{others}"
+        raise GenerationError(message, outputs)
