@@ -49,7 +49,10 @@ class CacheConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
-    """How requests are batched. None: 8 sequences and 128 tokens on a CPU, 128 and 2,048 on a GPU."""
+    """How requests are batched.
+
+    None means 8 sequences and 128 tokens on a CPU, 128 and 2,048 on a GPU.
+    """
 
     max_num_seqs: int | None = option(None, "requests in the engine at once")
     max_num_batched_tokens: int | None = option(None, "rows or prompt tokens in a batch")

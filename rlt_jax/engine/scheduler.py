@@ -359,4 +359,3 @@ class Scheduler:
 
     def _waiting_generations(self) -> set[int]:
         return {request.generation for request in self._waiting}
-

@@ -90,4 +90,4 @@ class BatchError(RuntimeError):
 
 
 class DeviceLostError(RuntimeError):
-    """A batch failed on the device: the donated state, and with it every running request, is lost."""
+    """A batch failed on the device: its state, and with it every running request, is lost."""

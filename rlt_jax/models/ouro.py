@@ -218,9 +218,7 @@ def recurrent(
     Writes each valid row's K/V at (batch depth, row position), then attends over that plane up
     to the row itself. Depth is data: tiles of one batch may be at different loops.
     """
-    angles = rotary_angles(
-        batch.positions_nq, config.head_dim, config.rope_theta, hidden_nqd.dtype
-    )
+    angles = rotary_angles(batch.positions_nq, config.head_dim, config.rope_theta, hidden_nqd.dtype)
     for layer, layer_params in enumerate(params.layers):
         hidden_nqd, kv = _layer(
             config, policy, layer_params, jnp.int32(layer), hidden_nqd, *angles, kv, batch

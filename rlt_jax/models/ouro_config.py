@@ -184,5 +184,7 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
         fail(f"rope_parameters.{key}", parameters[key], "rope scaling is not supported")
     theta = parameters.get("rope_theta", raw.get("rope_theta", 1e6))
     if raw.get("rope_theta", theta) != theta:
-        fail("rope_theta", raw["rope_theta"], f"disagrees with rope_parameters.rope_theta = {theta}")
+        fail(
+            "rope_theta", raw["rope_theta"], f"disagrees with rope_parameters.rope_theta = {theta}"
+        )
     return theta

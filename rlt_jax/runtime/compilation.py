@@ -104,6 +104,7 @@ class Programs:
         self.buckets = buckets
         self.device = device
         self.late_compiles = 0
+        self.compiled: set[tuple[Kind, int]] = set()
         self.compile_seconds: dict[str, float] = {}
         self._warm = False
 
@@ -129,7 +130,9 @@ class Programs:
                 future.set_exception(error)
                 raise
             self.compile_seconds[f"{kind.value}_{bucket}"] = time.perf_counter() - started
-        return future.result()
+        executable = future.result()
+        self.compiled.add((kind, bucket))
+        return executable
 
     def prefetch(self, keys: Iterable[tuple[Kind, int]]) -> None:
         """Compiles in threads (XLA releases the GIL) and waits for all."""
@@ -151,15 +154,9 @@ class Programs:
         logger.warning(message)
 
 
-def compiled_count() -> int:
-    """Executables held by the process."""
-    return len(_executables)
-
-
 def use_compilation_cache(folder: str | None) -> None:
     """Keeps compiled programs in `folder` between runs (None: leaves JAX's setting alone)."""
     if folder is not None:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-

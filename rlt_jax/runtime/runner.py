@@ -102,7 +102,9 @@ class Runner:
         groups = [
             updates[i : i + SLOT_UPDATE_ROWS] for i in range(0, len(updates), SLOT_UPDATE_ROWS)
         ]
-        calls = [self._call(Kind.SET_SLOTS, len(group), self._slot_values(group)) for group in groups]
+        calls = [
+            self._call(Kind.SET_SLOTS, len(group), self._slot_values(group)) for group in groups
+        ]
         if batch.stage is Stage.PREFILL:
             tiles = [tile for row in batch.rows for tile in _tiles(row)]
             calls.append(self._call(Kind.PREFILL, len(tiles), _columns(tiles)))

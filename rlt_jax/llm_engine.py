@@ -1,0 +1,189 @@
+"""LLMEngine: the one interface behind the Python API, the command line and the server."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from rlt_jax.assembly import assemble
+from rlt_jax.checkpoints_convert.checkpoint import open_checkpoint, resolve_folder
+from rlt_jax.checkpoints_convert.load import load_params
+from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
+from rlt_jax.models.ouro import DTypePolicy
+from rlt_jax.outputs import RequestOutput
+from rlt_jax.sampling_params import SamplingParams
+from rlt_jax.tokenizer import IncrementalDecoder, Tokenizer
+from rlt_jax.validation import fail
+
+
+class LLMEngine:
+    """Add requests, then step() until none is unfinished.
+
+    model: a folder (Hugging Face or Orbax) or a hub id. tokenizer: a Tokenizer, a folder or a hub
+    id (None: the model's own; a model without one takes and gives token ids only). dtype:
+    "bfloat16" or "float32" (None: bfloat16 on a GPU, float32 on a CPU). device: "cpu", "gpu",
+    "gpu:1" or a jax.Device (None: JAX's first). total_ut_steps: loops to run, at most the
+    model's own.
+
+    startup_times: seconds by phase. memory_plan: how the KV pool was sized.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: Tokenizer | str | Path | None = None,
+        dtype: str | None = None,
+        device: str | jax.Device | None = None,
+        total_ut_steps: int | None = None,
+        cache_config: CacheConfig | None = None,
+        scheduler_config: SchedulerConfig | None = None,
+        exit_config: ExitConfig | None = None,
+        execution_config: ExecutionConfig | None = None,
+    ):
+        self.startup_times: dict[str, float] = {}
+        with self._timed("open checkpoint"):
+            checkpoint = open_checkpoint(model)
+            self.model_config = checkpoint.config.with_total_ut_steps(total_ut_steps)
+            self.tokenizer = _open_tokenizer(tokenizer, checkpoint.folder)
+        with self._timed("find device"):
+            self.device = resolve_device(device)
+        self.dtype = dtype or ("float32" if self.device.platform == "cpu" else "bfloat16")
+        policy = DTypePolicy(self.dtype)
+        with self._timed("load weights"):
+            sharding = jax.sharding.SingleDeviceSharding(self.device)
+            params = load_params(checkpoint, policy, sharding)
+        eos = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        with self._timed("plan and compile ahead"):
+            self._parts = assemble(
+                self.model_config,
+                params,
+                policy=policy,
+                device=self.device,
+                eos_token_ids=tuple(sorted({*self.model_config.eos_token_ids, *eos})),
+                cache_config=cache_config,
+                scheduler_config=scheduler_config,
+                exit_config=exit_config,
+                execution_config=execution_config,
+            )
+        self.memory_plan = self._parts.memory_plan
+        self._texts: dict[str, _Text] = {}
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        trace_id: str | None = None,
+    ) -> None:
+        """Queues a prompt (text or token ids). Raises ValueError, and then nothing has changed.
+
+        trace_id: the name in ExitConfig.depths_by_request, where it differs from request_id.
+        """
+        core = self._core()
+        core.add_request(
+            request_id, self.encode(prompt), sampling_params or SamplingParams(), trace_id
+        )
+        if self.tokenizer is not None:
+            self._texts[request_id] = _Text(self.tokenizer)
+
+    def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        """Text to token ids; token ids are returned as they are."""
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            fail("prompt", prompt, "must be token ids: this model has no tokenizer.json")
+        return self.tokenizer.encode(prompt)
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one batch; an output for every request that got a token or ended."""
+        return [self._with_text(output) for output in self._core().step()]
+
+    def abort_request(self, request_id: str) -> bool:
+        """Ends a request; False when there is none. The next step() returns its last output."""
+        return self._core().abort_request(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        return self._parts is not None and self._parts.core.has_unfinished_requests()
+
+    def stats(self) -> dict[str, int]:
+        """Requests by stage, free and total blocks, executables and late compiles."""
+        programs = self._parts.programs
+        return {
+            **self._core().scheduler.stats(),
+            "executables": len(programs.compiled),
+            "late_compiles": programs.late_compiles,
+        }
+
+    @property
+    def compile_seconds(self) -> dict[str, float]:
+        """Seconds this engine spent compiling, by program; shared programs cost nothing again."""
+        return dict(self._parts.programs.compile_seconds)
+
+    def shutdown(self) -> None:
+        """Frees the device memory; unfinished requests are dropped."""
+        self._parts = None
+        self._texts.clear()
+
+    def _core(self):
+        if self._parts is None:
+            raise RuntimeError("the engine has been shut down")
+        return self._parts.core
+
+    def _with_text(self, output: RequestOutput) -> RequestOutput:
+        text = self._texts.get(output.request_id)
+        if text is None:
+            return output
+        if output.finished:
+            del self._texts[output.request_id]
+        return dataclasses.replace(output, text=text.extend(output))
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str):
+        started = time.perf_counter()
+        yield
+        self.startup_times[phase] = time.perf_counter() - started
+
+
+class _Text:
+    """A request's text so far. The token that stopped it (end of sequence, stop id) gives none."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._decoded = 0
+        self._pieces: list[str] = []
+
+    def extend(self, output: RequestOutput) -> str:
+        end = len(output.token_ids) - (output.finish_reason == "stop")
+        self._pieces.append(self._decoder.push(output.token_ids[self._decoded : end]))
+        self._decoded = end
+        if output.finished:
+            self._pieces.append(self._decoder.finish())
+        return "".join(self._pieces)
+
+
+def resolve_device(device: str | jax.Device | None) -> jax.Device:
+    """A device from "cpu", "gpu", "cuda", "gpu:1", a jax.Device, or None (JAX's first)."""
+    if device is None:
+        return jax.local_devices()[0]
+    if not isinstance(device, str):
+        return device
+    platform, _, index = device.partition(":")
+    rule = 'must be "cpu", "gpu" or "cuda", with an optional ":index" of a device that JAX sees'
+    if platform not in ("cpu", "gpu", "cuda") or (index and not index.isdecimal()):
+        fail("device", device, rule)
+    try:
+        return jax.local_devices(backend=platform)[int(index or 0)]
+    except (RuntimeError, IndexError):
+        fail("device", device, rule)
+
+
+def _open_tokenizer(tokenizer: Tokenizer | str | Path | None, folder: Path) -> Tokenizer | None:
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if tokenizer is not None:
+        return Tokenizer.from_folder(resolve_folder(tokenizer))
+    return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
