@@ -83,10 +83,8 @@ class LLMEngine:
 
         trace_id: the name in ExitConfig.depths_by_request, where it differs from request_id.
         """
-        core = self._core()
-        core.add_request(
-            request_id, self.encode(prompt), sampling_params or SamplingParams(), trace_id
-        )
+        tokens, params = self.encode(prompt), sampling_params or SamplingParams()
+        self._core().add_request(request_id, tokens, params, trace_id)
         if self.tokenizer is not None:
             self._texts[request_id] = _Text(self.tokenizer)
 
@@ -154,15 +152,15 @@ class _Text:
     def __init__(self, tokenizer: Tokenizer):
         self._decoder = IncrementalDecoder(tokenizer)
         self._decoded = 0
-        self._pieces: list[str] = []
+        self._text = ""
 
     def extend(self, output: RequestOutput) -> str:
         end = len(output.token_ids) - (output.finish_reason == "stop")
-        self._pieces.append(self._decoder.push(output.token_ids[self._decoded : end]))
+        self._text += self._decoder.push(output.token_ids[self._decoded : end])
         self._decoded = end
         if output.finished:
-            self._pieces.append(self._decoder.finish())
-        return "".join(self._pieces)
+            self._text += self._decoder.finish()
+        return self._text
 
 
 def resolve_device(device: str | jax.Device | None) -> jax.Device:

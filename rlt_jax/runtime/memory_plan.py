@@ -81,8 +81,8 @@ def plan_memory(
         blocks = min(useful, free // block_bytes)
     if blocks < planes:
         raise ValueError(
-            f"the KV pool holds {max(blocks, 0)} blocks (source: {source}, {block_bytes} bytes each):"
-            f" must be >= {planes}, one token page at every depth"
+            f"the KV pool holds {max(blocks, 0)} blocks (source: {source}, {block_bytes} bytes"
+            f" each): must be >= {planes}, one token page at every depth"
         )
     pages = blocks // planes
     return MemoryPlan(
