@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-import operator
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
+from rlt_jax.inputs import Prompt, check_prompts, check_request_ids, check_sampling_params
 from rlt_jax.outputs import RequestOutput
 from rlt_jax.sampling_params import SamplingParams
 from rlt_jax.validation import fail
@@ -23,8 +23,6 @@ from rlt_jax.validation import fail
 if TYPE_CHECKING:
     from rlt_jax.llm_engine import LLMEngine
     from rlt_jax.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
 
 
 class GenerationError(RuntimeError):
@@ -212,11 +210,11 @@ class LLM:
         self, prompts: object, sampling_params: object, request_ids: object
     ) -> list[tuple[str, Prompt, SamplingParams]]:
         prompts = check_prompts(prompts)
-        params = _check_sampling_params(sampling_params, len(prompts))
+        params = check_sampling_params(sampling_params, len(prompts))
         if request_ids is None:
             ids = [str(next(self._ids)) for _ in prompts]
         else:
-            ids = _check_request_ids(request_ids, len(prompts))
+            ids = check_request_ids(request_ids, len(prompts))
         return list(zip(ids, prompts, params, strict=True))
 
     @contextlib.contextmanager
@@ -231,8 +229,12 @@ class LLM:
             )
         added = []
         try:
-            for request_id, prompt, params in requests:
-                engine.add_request(request_id, prompt, params)
+            for i, (request_id, prompt, params) in enumerate(requests):
+                try:
+                    engine.add_request(request_id, prompt, params)
+                except ValueError as error:
+                    which = f"prompts[{i}]: " if len(requests) > 1 else ""
+                    raise ValueError(f"{which}{error}") from error
                 added.append(request_id)
             yield
         except BaseException:
@@ -289,66 +291,6 @@ def _close_last() -> None:
     last, _last = _last, None
     if last is not None:
         last[1].close()
-
-
-def check_prompts(prompts: object) -> list[Prompt]:
-    """One prompt or many as a list of strings and lists of token ids."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
-        fail("prompts", prompts, "must be a string, token ids, or a list of these")
-    prompts = list(prompts)
-    if prompts and _is_integer(prompts[0]):
-        return [_check_token_ids("prompts", prompts)]
-    return [
-        prompt if isinstance(prompt, str) else _check_token_ids(f"prompts[{i}]", prompt)
-        for i, prompt in enumerate(prompts)
-    ]
-
-
-def _check_token_ids(name: str, prompt: object) -> list[int]:
-    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
-        fail(name, prompt, "must be a string or a list of token ids")
-    prompt = list(prompt)
-    for i, token in enumerate(prompt):
-        if not _is_integer(token):
-            fail(f"{name}[{i}]", token, "must be an integer token id")
-    return [operator.index(token) for token in prompt]
-
-
-def _is_integer(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
-
-
-def _check_sampling_params(value: object, count: int) -> list[SamplingParams]:
-    if value is None or isinstance(value, SamplingParams):
-        return [value or SamplingParams()] * count
-    if not isinstance(value, (list, tuple)):
-        fail("sampling_params", value, "must be a SamplingParams or a list of them")
-    _check_length("sampling_params", value, count)
-    for i, params in enumerate(value):
-        if not isinstance(params, SamplingParams):
-            fail(f"sampling_params[{i}]", params, "must be a SamplingParams")
-    return list(value)
-
-
-def _check_request_ids(value: object, count: int) -> list[str]:
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, (list, tuple)):
-        fail("request_ids", value, "must be a list of strings")
-    _check_length("request_ids", value, count)
-    for i, request_id in enumerate(value):
-        if not isinstance(request_id, str) or not request_id:
-            fail(f"request_ids[{i}]", request_id, "must be a non-empty string")
-        if request_id in value[:i]:
-            fail(f"request_ids[{i}]", request_id, "must differ from the others")
-    return list(value)
-
-
-def _check_length(name: str, value: Sequence[object], count: int) -> None:
-    if len(value) != count:
-        raise ValueError(f"len({name}) = {len(value)}: must be the number of prompts, {count}")
 
 
 def _run(engine: "LLMEngine", request_ids: Iterable[str]) -> Iterator[RequestOutput]:
