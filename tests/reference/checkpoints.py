@@ -1,12 +1,11 @@
-"""Ouro checkpoints for tests: their shapes, small random ones, and writing them as HF folders."""
+"""Ouro checkpoints for tests (NumPy): shapes, small random ones, writing them as HF folders."""
 
 import json
 import math
 from pathlib import Path
 
 import numpy as np
-import torch
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 
 def head_shape(config: dict) -> tuple[int, int, int]:
@@ -50,7 +49,7 @@ GAINS = {"q_proj": 4.0, "lm_head": 3.0, "early_exit_gate": 1.2}
 
 
 def random_ouro(config_overrides: dict | None = None, seed: int = 0) -> tuple[dict, dict]:
-    """A small random checkpoint (config, f32 tensors) whose text and exit depths both vary."""
+    """A small random checkpoint (config, f32 NumPy tensors) whose text and exit depths both vary."""
     config = {
         "architectures": ["OuroForCausalLM"],
         "model_type": "ouro",
@@ -83,7 +82,7 @@ def random_ouro(config_overrides: dict | None = None, seed: int = 0) -> tuple[di
         elif name != "model.embed_tokens.weight":
             part = name.split(".")[-2]
             x = x * GAINS.get(part, 1.0) / math.sqrt(shape[1])
-        tensors[name] = torch.from_numpy(x.astype(np.float32))
+        tensors[name] = x.astype(np.float32)
     return config, tensors
 
 
@@ -100,7 +99,7 @@ def write_hf_folder(folder: str | Path, config: dict, tensors: dict, shards: int
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
         save_file({name: tensors[name] for name in names[i::shards]}, folder / file)
         weight_map |= dict.fromkeys(names[i::shards], file)
-    size = sum(x.numel() * x.element_size() for x in tensors.values())
+    size = sum(x.nbytes for x in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     return folder

@@ -1,0 +1,145 @@
+"""What engine tests share: one small model and at most four engine shapes, so that every program
+is compiled once for the whole run."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+from rlt_jax.assembly import Assembly, assemble
+from rlt_jax.checkpoints_convert.fuse import fuse_ends, fuse_layer
+from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
+from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
+from rlt_jax.outputs import RequestOutput
+from rlt_jax.sampling_params import SamplingParams
+from tests.reference.checkpoints import random_ouro
+
+VOCAB = 97
+MAX_POSITIONS = 64
+
+
+@functools.cache
+def small_checkpoint() -> tuple[dict, dict]:
+    """(config.json as a dict, tensors) of a model with 2 layers, GQA and 4 loops."""
+    return random_ouro({"num_hidden_layers": 2, "max_position_embeddings": MAX_POSITIONS})
+
+
+def fuse(config: OuroConfig, tensors: dict, dtype: str = "float32") -> OuroParams:
+    """Checkpoint tensors to device parameters."""
+    dtype = jax.numpy.dtype(dtype)
+    layers = tuple(fuse_layer(tensors, i, dtype) for i in range(config.num_hidden_layers))
+    return jax.device_put(OuroParams(layers=layers, **fuse_ends(tensors, dtype)), jax.devices()[0])
+
+
+@functools.cache
+def small_model() -> tuple[OuroConfig, OuroParams]:
+    raw, tensors = small_checkpoint()
+    config = OuroConfig.from_dict(raw)
+    return config, fuse(config, tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineShape:
+    """What decides the compiled programs; everything else about an engine may vary freely."""
+
+    layout: str
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    min_row_bucket: int = 1
+    min_prefill_bucket: int = 1
+
+
+SHAPES = {
+    # 4 requests of full context fit.
+    "roomy": EngineShape("last_exited", 4, 256, 4, 24),
+    # Fewer blocks than 4 requests want: they wait for each other. One bucket for all batches.
+    "tight": EngineShape("last_exited", 8, 52, 4, 24, min_row_bucket=4, min_prefill_bucket=8),
+    "shared": EngineShape("shared", 4, 64, 4, 24),
+}
+
+
+def build_engine(
+    shape: EngineShape | str,
+    *,
+    exit_config: ExitConfig | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+    **scheduling,
+) -> Assembly:
+    """An engine of one of the shapes; `scheduling` are further SchedulerConfig fields."""
+    shape = SHAPES[shape] if isinstance(shape, str) else shape
+    config, params = small_model()
+    return assemble(
+        config,
+        params,
+        policy=DTypePolicy("float32"),
+        device=jax.devices()[0],
+        eos_token_ids=eos_token_ids,
+        cache_config=CacheConfig(
+            layout=shape.layout, block_size=shape.block_size, num_blocks=shape.num_blocks
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            **scheduling,
+        ),
+        exit_config=exit_config,
+        execution_config=ExecutionConfig(
+            min_row_bucket=shape.min_row_bucket, min_prefill_bucket=shape.min_prefill_bucket
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A request: when it arrives and when it is cancelled, counted in engine steps."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    arrival: int = 0
+    cancel: int | None = None
+
+
+def random_work(seed: int, count: int, **params) -> list[Work]:
+    """`count` requests of varied prompt and output lengths and loop bounds."""
+    rng = np.random.default_rng(seed)
+    work = []
+    for _ in range(count):
+        prompt = tuple(rng.integers(0, VOCAB, rng.integers(1, 30)).tolist())
+        fields = {
+            "max_tokens": int(rng.integers(1, 20)),
+            "exit_threshold": float(rng.choice([0.3, 0.5, 0.7, 1.0])),
+            "min_loops": int(rng.integers(1, 3)),
+            "max_loops": int(rng.integers(3, 5)),
+            **params,
+        }
+        work.append(Work(prompt, SamplingParams(**fields)))
+    return work
+
+
+def drive(engine: Assembly, work: Iterable[Work], max_steps: int = 5000) -> dict[str, RequestOutput]:
+    """Runs all work; the last output of every request, by its number as a string.
+
+    Also checks invariant 5: every block is free again at the end.
+    """
+    core, outputs, pending = engine.core, {}, dict(enumerate(work))
+    cancels = {str(i): w.cancel for i, w in pending.items() if w.cancel is not None}
+    for step in range(max_steps):
+        for i in [i for i, w in pending.items() if w.arrival <= step]:
+            one = pending.pop(i)
+            core.add_request(str(i), one.prompt, one.params)
+        for request_id in [i for i, at in cancels.items() if at <= step and int(i) not in pending]:
+            core.abort_request(request_id)
+            del cancels[request_id]
+        if not pending and not core.has_unfinished_requests():
+            break
+        outputs |= {output.request_id: output for output in core.step()}
+    else:
+        raise AssertionError(f"not done after {max_steps} steps: {core.scheduler.stats()}")
+    stats = core.scheduler.stats()
+    assert stats["free_blocks"] == stats["total_blocks"]
+    assert core.scheduler.block_tables() == {}
+    return outputs
