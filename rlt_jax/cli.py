@@ -8,7 +8,9 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +30,9 @@ from rlt_jax.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from rlt_jax.llm import LLM
     from rlt_jax.outputs import RequestOutput
+
+# Characters that would steer the terminal.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -194,6 +199,8 @@ def run_generate(options: argparse.Namespace) -> None:
 def _as_json(prompt: str | list[int], output: "RequestOutput") -> dict[str, Any]:
     fields = dataclasses.asdict(output)
     text = prompt if isinstance(prompt, str) else None
+    if output.logprobs is not None:  # JSON has no infinities
+        fields["logprobs"] = [x if math.isfinite(x) else None for x in output.logprobs]
     return {"request_id": fields.pop("request_id"), "prompt": text, **fields}
 
 
@@ -201,7 +208,7 @@ def _print_startup(llm: "LLM", seconds: float) -> None:
     phases = {**llm.startup_times, "other": seconds - sum(llm.startup_times.values())}
     print(f"start-up: {seconds:.2f} s", file=sys.stderr)
     for phase, spent in phases.items():
-        print(f"  {phase:<16} {spent:8.2f} s", file=sys.stderr)
+        print(f"  {phase:<24} {spent:8.2f} s", file=sys.stderr)
 
 
 def _print_outputs(
@@ -213,7 +220,8 @@ def _print_outputs(
     console = Console(highlight=False, soft_wrap=True)
     for prompt, output in zip(prompts, outputs, strict=True):
         shown = Text(prompt if isinstance(prompt, str) else f"{prompt} ", style="dim")
-        shown.append(output.text or str(list(output.token_ids)), style="not dim bold")
+        text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", output.text)
+        shown.append(text or str(list(output.token_ids)), style="not dim bold")
         if output.error is not None:
             shown.append(f" [error: {output.error}]", style="not dim red")
         console.print(shown, end="\n\n")

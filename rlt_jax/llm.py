@@ -52,9 +52,9 @@ class LLM:
 
     Args:
       model: a checkpoint's folder, or its id on the Hugging Face hub.
-      tokenizer: a folder with another tokenizer than the checkpoint's own.
+      tokenizer: another one than the checkpoint's own: a folder, a hub id or a Tokenizer.
       dtype: "float32" or "bfloat16" (None: bfloat16 on a GPU, float32 on a CPU).
-      device: where to run, as JAX names it: "cpu", "gpu", "gpu:1" (None: JAX's default).
+      device: "cpu", "gpu" or "gpu:1", say (None: JAX's first).
       total_ut_steps: run fewer loops than the model has, for prompts and outputs alike.
       cache_config, scheduler_config, exit_config, execution_config: see rlt_jax.config.
     """
@@ -65,7 +65,7 @@ class LLM:
         self,
         model: str | os.PathLike,
         *,
-        tokenizer: str | os.PathLike | None = None,
+        tokenizer: "Tokenizer | str | os.PathLike | None" = None,
         dtype: str | None = None,
         device: str | None = None,
         total_ut_steps: int | None = None,
@@ -95,8 +95,8 @@ class LLM:
 
         imported = time.perf_counter() - start
         self._engine = llm_engine.LLMEngine(
-            os.fspath(model),
-            tokenizer=None if tokenizer is None else os.fspath(tokenizer),
+            model,
+            tokenizer=tokenizer,
             dtype=dtype,
             device=device,
             total_ut_steps=total_ut_steps,
