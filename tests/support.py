@@ -103,9 +103,9 @@ class Work:
     cancel: int | None = None
 
 
-def random_work(seed: int, count: int, **params) -> list[Work]:
-    """`count` requests of varied prompt and output lengths and loop bounds."""
-    rng = np.random.default_rng(seed)
+def random_work(numbers: int, count: int, **params) -> list[Work]:
+    """`count` requests of varied lengths and loop bounds; `numbers` seeds their choice."""
+    rng = np.random.default_rng(numbers)
     work = []
     for _ in range(count):
         prompt = tuple(rng.integers(0, VOCAB, rng.integers(1, 30)).tolist())
