@@ -12,6 +12,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except BrokenPipeError:  # the reader had enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 1
     except KeyboardInterrupt:
         print("rlt-jax: interrupted", file=sys.stderr)
         return 130
@@ -58,11 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def describe(error: Exception) -> str:
     """The error in one line. Those that are not about the input also say what they are."""
     line = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, (ValueError, OSError, ImportError, RuntimeError)) and type(
-        error
-    ).__module__.startswith(("builtins", "rlt_jax")):
+    ours = type(error).__module__.startswith(("builtins", "rlt_jax"))
+    if ours and isinstance(error, (ValueError, OSError, ImportError, RuntimeError)):
         return line
-    return f"{type(error).__name__}: {line} (--debug shows the traceback)"
+    line = textwrap.shorten(f"{type(error).__name__}: {line}", 500)
+    return f"{line} (--debug shows the traceback)"
 
 
 def build_parser() -> Parser:
@@ -151,8 +152,11 @@ def _add_generate_flags(parser: Parser) -> None:
 
 
 def _read_prompts(path: str) -> list[str]:
-    text = sys.stdin.read() if path == "-" else read_text(path)
-    return [line for line in text.splitlines() if line.strip()]
+    try:
+        text = sys.stdin.read() if path == "-" else read_text(path)
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"standard input: {error}") from None
+    return [line for line in text.split("\n") if line.strip()]
 
 
 def run_generate(options: argparse.Namespace) -> None:
@@ -226,8 +230,8 @@ def _print_outputs(
             shown.append(f" [error: {output.error}]", style="not dim red")
         console.print(shown, end="\n\n")
     depths = [depth for output in outputs for depth in output.exit_depths]
-    line = f"{len(outputs)} prompts, {len(depths)} tokens in {seconds:.2f} s: "
-    line += f"{len(depths) / seconds:.1f} tokens/s"
+    line = f"{len(outputs)} prompt{'s' * (len(outputs) > 1)}, {len(depths)} tokens "
+    line += f"in {seconds:.2f} s: {len(depths) / seconds:.1f} tokens/s"
     if depths:
         line += f", mean depth {sum(depths) / len(depths):.2f} of {full_depth}"
     console.print(Text(line, style="dim"))

@@ -72,7 +72,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Everything that LLM takes: the model, how to run it, and the four configs."""
     model = parser.add_argument_group("model")
     model.add_argument("--model", required=True, help="a checkpoint's folder, or its hub id")
-    model.add_argument("--tokenizer", help="a folder with another tokenizer than the model's")
+    model.add_argument("--tokenizer", help="a folder or hub id of another tokenizer")
     model.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
