@@ -1,0 +1,112 @@
+"""Exact-match accuracy of parameters by dense passes: fast, for use while training.
+
+The gold answer is fed and every output token must be the argmax at the depth where its input
+token left the loop. That is exact match of greedy decoding: up to its first mistake, decoding is
+fed the gold answer too. The result through the engine is examples/train_tiny/evaluate.py's.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.train_tiny import model
+from examples.train_tiny.batch import Batch, rows_of, shapes_of, targets_of
+from examples.train_tiny.data import Problems
+from examples.train_tiny.objective import POLICY, gate_logit
+from rlt_jax.models.ouro import OuroParams, coda, prelude
+from rlt_jax.models.ouro_config import OuroConfig
+
+CHUNK = 256  # problems of each task in one pass
+
+
+class Grades(NamedTuple):
+    """Exact match of each problem at each depth [D, n] and where it really left the loop [n];
+    the exit depths of all decoded tokens (without the first output and the end token)."""
+
+    by_depth: np.ndarray
+    exact: np.ndarray
+    depths: np.ndarray
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _grade(config: OuroConfig, params: OuroParams, batch: Batch, threshold: jax.Array):
+    """right_by_depth [D, t], right [t] at the exit depth, exit depth [t], targets' masks.
+
+    threshold 1: every token runs to full depth.
+    """
+    params = jax.tree.map(lambda leaf: leaf.astype(POLICY.dtype), params)
+    targets, full = targets_of(batch), config.total_ut_steps
+    hidden, history = prelude(params, model.flatten([rows.tokens for rows in batch])), None
+    exits = jnp.full(targets.tokens.shape, full)
+    remaining = jnp.ones(targets.tokens.shape, jnp.float32)
+    right_by_depth = []
+    for depth in range(1, full + 1):
+        hidden, history = model.loop(
+            config, POLICY, shapes_of(batch), params, hidden, history, exits < depth
+        )
+        right_by_depth.append(coda(POLICY, params, hidden).argmax(-1) == targets.tokens)
+        remaining *= 1 - jax.nn.sigmoid(gate_logit(params, hidden))
+        leaves = (1 - remaining >= threshold) & (threshold < 1) & targets.is_decoded
+        if depth >= min(2, full):
+            exits = jnp.where(leaves & (exits > depth), depth, exits)
+    right_by_depth = jnp.stack(right_by_depth)
+    right = jnp.take_along_axis(right_by_depth, exits[None] - 1, axis=0)[0]
+    return right_by_depth, right, exits, targets.is_output, targets.is_decoded & ~targets.is_end
+
+
+def grade(
+    config: OuroConfig, params: OuroParams, papers: Mapping[str, Problems], threshold: float = 1.0
+) -> dict[str, Grades]:
+    """Grades of each task; all have equally many problems, taken CHUNK at a time."""
+    graded = {name: [] for name in papers}
+    (total,) = {len(problems) for problems in papers.values()}
+    for start in range(0, total, CHUNK):
+        batch = tuple(rows_of(p[start : start + CHUNK]) for p in papers.values())
+        arrays = jax.device_get(_grade(config, params, batch, jnp.float32(threshold)))
+        ends = np.cumsum([n * w for n, w in shapes_of(batch)])[:-1]
+        parts = zip(*(np.split(array, ends, axis=-1) for array in arrays))
+        for grades, shape, part in zip(graded.values(), shapes_of(batch), parts):
+            by_depth, right, exits, is_output, is_counted = part
+
+            def exact(right_t, shape=shape, is_output=is_output):
+                return (right_t | ~is_output).reshape(*right_t.shape[:-1], *shape).all(-1)
+
+            grades.append(Grades(exact(by_depth), exact(right), exits[is_counted]))
+    return {
+        name: Grades(*(np.concatenate(arrays, axis=-1) for arrays in zip(*grades)))
+        for name, grades in graded.items()
+    }
+
+
+def _percent(exact: np.ndarray) -> float:
+    return round(100 * float(exact.mean()), 2)
+
+
+def accuracy_by_depth(
+    config: OuroConfig, params: OuroParams, papers: Mapping[str, Problems]
+) -> dict[str, list[float]]:
+    """For each task: exact match in percent with total_ut_steps = 1..D."""
+    graded = grade(config, params, papers)
+    return {name: [_percent(row) for row in grades.by_depth] for name, grades in graded.items()}
+
+
+def accuracy_by_threshold(
+    config: OuroConfig,
+    params: OuroParams,
+    papers: Mapping[str, Problems],
+    thresholds: Sequence[float],
+) -> dict[float, dict[str, float]]:
+    """For each threshold: exact match per task in percent, their "mean", and "mean_depth"."""
+    table = {}
+    for threshold in thresholds:
+        graded = grade(config, params, papers, threshold)
+        row = {name: _percent(grades.exact) for name, grades in graded.items()}
+        depths = np.concatenate([grades.depths for grades in graded.values()])
+        row["mean"] = round(float(np.mean([row[name] for name in papers])), 2)
+        row["mean_depth"] = round(float(depths.mean()), 3)
+        table[threshold] = row
+    return table
