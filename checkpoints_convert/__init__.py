@@ -1,9 +1,7 @@
 """Checkpoints: Hugging Face safetensors folders and the Orbax folders converted from them."""
 
 from rlt_jax.checkpoints_convert.checkpoint import Checkpoint, open_checkpoint
-from rlt_jax.checkpoints_convert.convert import convert
 from rlt_jax.checkpoints_convert.errors import CheckpointError
-from rlt_jax.checkpoints_convert.export import export
 from rlt_jax.checkpoints_convert.fuse import unfuse
 from rlt_jax.checkpoints_convert.inspect import (
     CheckpointInfo,
@@ -11,6 +9,8 @@ from rlt_jax.checkpoints_convert.inspect import (
     render_checkpoint,
 )
 from rlt_jax.checkpoints_convert.load import load_params
+from rlt_jax.checkpoints_convert.to_huggingface import export
+from rlt_jax.checkpoints_convert.to_orbax import convert
 
 __all__ = [
     "Checkpoint",

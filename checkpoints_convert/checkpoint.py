@@ -1,5 +1,6 @@
 """Opens whatever holds a checkpoint: a Hugging Face folder, an Orbax folder, or a hub id."""
 
+import os
 from pathlib import Path
 
 from rlt_jax.checkpoints_convert.errors import CheckpointError
@@ -42,13 +43,13 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
 
 def resolve_folder(source: str | Path) -> Path:
     """The folder that `source` names, downloaded if it is a hub id."""
-    path = Path(source).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(source))
+    if str(source) and path.is_dir():
         return path
-    if path.exists():
+    if str(source) and path.exists():
         raise CheckpointError(f"{source}: is a file; give the folder that holds the checkpoint")
     if is_hub_id(str(source)):
         return download(str(source))
     raise CheckpointError(
-        f"{source}: neither an existing folder nor a Hugging Face hub id (org/name)"
+        f"{str(source)!r}: neither an existing folder nor a Hugging Face hub id (org/name)"
     )

@@ -6,7 +6,12 @@ import numpy as np
 from rlt_jax.checkpoints_convert.checkpoint import Checkpoint
 from rlt_jax.checkpoints_convert.fuse import fuse_ends, fuse_layer
 from rlt_jax.checkpoints_convert.tensors import DTYPES, layer_item
-from rlt_jax.models.ouro import DTypePolicy, OuroParams, abstract_params
+from rlt_jax.models.ouro import (
+    DTypePolicy,
+    OuroLayerParams,
+    OuroParams,
+    abstract_params,
+)
 
 
 def load_params(
@@ -35,12 +40,15 @@ def load_params(
         leaves = fuse_ends(checkpoint.read_item(item), dtype)
         return {field: place(leaf, getattr(shardings, field)) for field, leaf in leaves.items()}
 
-    leaves = ends("embed")
-    layers = []
-    for layer, targets in enumerate(shardings.layers):
-        host = fuse_layer(checkpoint.read_item(layer_item(layer)), layer, dtype)
-        layers.append(jax.tree.map(place, host, targets))
-    return OuroParams(layers=tuple(layers), **leaves, **ends("head"))
+    def layer(number: int) -> OuroLayerParams:
+        leaves = fuse_layer(checkpoint.read_item(layer_item(number)), number, dtype)
+        return jax.tree.map(place, leaves, shardings.layers[number])
+
+    return OuroParams(
+        layers=tuple(layer(number) for number in range(config.num_hidden_layers)),
+        **ends("embed"),
+        **ends("head"),
+    )
 
 
 def _default_device() -> jax.Device:

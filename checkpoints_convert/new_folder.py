@@ -41,7 +41,7 @@ def check_destination(destination: Path, force: bool) -> Path:
     Raises CheckpointError when it exists already, unless `force` and it holds a checkpoint (or
     nothing): --force must not delete a folder that was named by mistake.
     """
-    destination = destination.expanduser().resolve()
+    destination = Path(os.path.expanduser(destination)).resolve()
     if not os.path.lexists(destination):
         return destination
     if not destination.is_dir():

@@ -39,9 +39,9 @@ class OrbaxFolder:
         """An item's tensors by name, as new host arrays."""
         path = self.folder / ITEMS / item
         tensors = read_item(path)
-        expected = {spec.name for spec in expected_items(self.config)[item]}
-        if set(tensors) != expected:
-            names = ", ".join(sorted(set(tensors) ^ expected))
+        expected = [spec.name for spec in expected_items(self.config)[item]]
+        if set(tensors) != set(expected):
+            names = ", ".join(sorted(set(tensors) ^ set(expected)))
             raise CheckpointError(f"{path}: disagrees with manifest.json about tensor {names}")
         for name, array in tensors.items():
             info = self.tensors[name]
@@ -50,7 +50,7 @@ class OrbaxFolder:
                     f"{path}: tensor {name} is {array.dtype.name}{list(array.shape)}; "
                     f"manifest.json says {info.dtype}{list(info.shape)}"
                 )
-        return tensors
+        return {name: tensors[name] for name in expected}
 
     def read_tensor(self, name: str) -> np.ndarray:
         """One tensor; reads its whole item."""

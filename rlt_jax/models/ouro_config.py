@@ -82,10 +82,11 @@ class OuroConfig:
             fail("num_key_value_heads", self.num_key_value_heads, rule)
         check_float("rms_norm_eps", self.rms_norm_eps, "> 0", lambda eps: eps > 0)
         check_float("rope_theta", self.rope_theta, "> 0", lambda theta: theta > 0)
-        tokens = {"bos_token_id": self.bos_token_id, "pad_token_id": self.pad_token_id}
-        tokens |= {f"eos_token_id[{i}]": token for i, token in enumerate(self.eos_token_ids)}
-        for name, token in tokens.items():
-            check_int(name, token, minimum=0, maximum=self.vocab_size - 1, optional=True)
+        last = self.vocab_size - 1
+        for i, token in enumerate(self.eos_token_ids):
+            check_int(f"eos_token_id[{i}]", token, minimum=0, maximum=last)
+        for name in ("bos_token_id", "pad_token_id"):
+            check_int(name, getattr(self, name), minimum=0, maximum=last, optional=True)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "OuroConfig":
@@ -165,7 +166,7 @@ def _fill_in_derived_sizes(sizes: dict[str, int]) -> None:
 def _check_layer_types(layer_types: Any, num_layers: int) -> None:
     if layer_types is None:
         return
-    if not isinstance(layer_types, list) or set(layer_types) - {"full_attention"}:
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         fail("layer_types", layer_types, "every layer must be 'full_attention'")
     if len(layer_types) != num_layers:
         fail("layer_types", layer_types, f"must have num_hidden_layers = {num_layers} entries")

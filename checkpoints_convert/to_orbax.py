@@ -10,6 +10,7 @@ import numpy as np
 
 from rlt_jax.checkpoints_convert.checkpoint import open_checkpoint
 from rlt_jax.checkpoints_convert.errors import CheckpointError
+from rlt_jax.checkpoints_convert.host_memory import return_freed_memory
 from rlt_jax.checkpoints_convert.manifest import Manifest, converter_version
 from rlt_jax.checkpoints_convert.new_folder import (
     SIDE_FILES,
@@ -76,7 +77,11 @@ def convert(
     hashed = [checkpoint.folder / name for name in SIDE_FILES]
     hashed = [path for path in hashed if path.is_file()] + list(checkpoint.weight_files)
     steps = total * (2 if verify else 1) + sum(path.stat().st_size for path in hashed)
-    with new_folder(destination, total) as folder, byte_progress(steps, show_progress) as advance:
+    with (
+        new_folder(destination, total) as folder,
+        byte_progress(steps, show_progress) as advance,
+        return_freed_memory(),
+    ):
         copy_side_files(checkpoint.folder, folder)
         if dtype is not None:
             _set_config_dtype(folder / "config.json", dtype)
