@@ -120,7 +120,9 @@ def random_work(numbers: int, count: int, **params) -> list[Work]:
     return work
 
 
-def drive(engine: Assembly, work: Iterable[Work], max_steps: int = 5000) -> dict[str, RequestOutput]:
+def drive(
+    engine: Assembly, work: Iterable[Work], max_steps: int = 5000
+) -> dict[str, RequestOutput]:
     """Runs all work; the last output of every request, by its number as a string.
 
     Also checks invariant 5: every block is free again at the end.

@@ -52,8 +52,8 @@ def make_request(
         fail(
             "max_tokens",
             params.max_tokens,
-            f"prompt ({len(prompt)} tokens) + max_tokens - 1 positions need {kv.cost(positions)}"
-            f" KV blocks, the pool has {kv.total_blocks}",
+            f"prompt ({len(prompt)} tokens) + max_tokens - 1 = {positions} positions need"
+            f" {kv.cost(positions)} KV blocks, the pool has {kv.total_blocks}",
         )
     bounds = ExitBounds(params.min_loops, params.max_loops, params.exit_threshold)
     if trace_id is not None and (not isinstance(trace_id, str) or not trace_id):

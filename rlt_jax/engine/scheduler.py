@@ -78,11 +78,11 @@ class Scheduler:
         return bool(self._by_id)
 
     def block_tables(self) -> dict[int, tuple[int, ...]]:
-        """The block table of every occupied slot."""
+        """The block table of every slot that the device was told of."""
         return {
             request.slot: self._kv.table(request.generation)
             for request in self._by_generation.values()
-            if request.slot is not None
+            if request.on_device
         }
 
     def stats(self) -> dict[str, int]:
@@ -103,10 +103,14 @@ class Scheduler:
         self._by_generation[request.generation] = request
         self._waiting.append(request)
 
+    def find(self, request_id: str) -> Request | None:
+        """The unfinished request of this id, to look at."""
+        return self._by_id.get(request_id)
+
     def abort(self, request_id: str) -> Request | None:
         """Ends a request in any stage; None when there is none of this id. Its slot and blocks
         return once nothing of it is in flight; its id is free at once."""
-        request = self._by_id.get(request_id)
+        request = self.find(request_id)
         if request is not None:
             self._finish(request, "abort")
         return request

@@ -108,7 +108,7 @@ class Programs:
         self.compile_seconds: dict[str, float] = {}
         self._warm = False
 
-    def keys(self) -> list[tuple[Kind, int]]:
+    def all_keys(self) -> list[tuple[Kind, int]]:
         """Every (program, bucket) that this engine can reach."""
         return [(kind, bucket) for kind in Kind for bucket in self.buckets.of(kind)]
 
@@ -141,7 +141,7 @@ class Programs:
 
     def warm_up(self) -> None:
         """Compiles everything, largest buckets first."""
-        self.prefetch(sorted(self.keys(), key=lambda key: -key[1]))
+        self.prefetch(sorted(self.all_keys(), key=lambda key: -key[1]))
         self._warm = True
 
     def _note_late_compile(self, kind: Kind, bucket: int) -> None:

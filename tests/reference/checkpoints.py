@@ -49,7 +49,7 @@ GAINS = {"q_proj": 4.0, "lm_head": 3.0, "early_exit_gate": 1.2}
 
 
 def random_ouro(config_overrides: dict | None = None, seed: int = 0) -> tuple[dict, dict]:
-    """A small random checkpoint (config, f32 NumPy tensors) whose text and exit depths both vary."""
+    """A small random checkpoint (config, f32 arrays) whose text and exit depths both vary."""
     config = {
         "architectures": ["OuroForCausalLM"],
         "model_type": "ouro",
