@@ -10,6 +10,7 @@ the price of a reference.)
 import jax
 import jax.numpy as jnp
 from jax import lax
+
 from rlt_jax.kernels.paged_attention.types import PagedKV, TileBatch
 
 CHUNK_TOKENS = 128
