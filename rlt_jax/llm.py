@@ -238,10 +238,9 @@ class LLM:
                 added.append(request_id)
             yield
         except BaseException:
-            if self._engine is engine:  # not closed meanwhile
-                # The first error is the one to report, not one that it may cause here.
-                with contextlib.suppress(Exception):
-                    _abort(engine, added)
+            # The first error is the one to report, not one that it (or close()) causes here.
+            with contextlib.suppress(Exception):
+                _abort(engine, added)
             raise
 
     def _increments(

@@ -417,10 +417,11 @@ def closed_llm(checkpoint):
     return llm
 
 
-def test_a_stream_of_a_closed_llm_says_so(checkpoint):
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_stream_of_a_closed_llm_says_so(checkpoint, taken):
     llm = LLM(checkpoint, **OPTIONS)
     stream = llm.stream("a", ADAPTIVE)
-    next(stream)
+    assert len([next(stream) for _ in range(taken)]) == taken
     llm.close()
     with pytest.raises(RuntimeError, match="LLM: it is closed"):
         next(stream)

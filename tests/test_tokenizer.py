@@ -36,8 +36,8 @@ def byte_level():
     return backend
 
 
-def byte_fallback():
-    """SentencePiece-like: pieces with a word mark, bytes for the rest, one leading space cut."""
+def byte_fallback(spaces_cut=1):
+    """SentencePiece-like: pieces with a word mark, bytes for the rest, leading spaces cut."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "a", "b", "▁the", "re", "é", "\N{REPLACEMENT CHARACTER}"]
     backend = tokenizers.Tokenizer(
@@ -49,9 +49,13 @@ def byte_fallback():
         )
     )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", spaces_cut, 0)])
     backend.add_special_tokens(["<s>", "</s>"])
     return backend
+
+
+def three_spaces_cut():
+    return byte_fallback(spaces_cut=3)
 
 
 def word_piece():
@@ -78,7 +82,7 @@ def metaspace():
     return backend
 
 
-BACKENDS = [byte_level, byte_fallback, word_piece, no_decoder, metaspace]
+BACKENDS = [byte_level, byte_fallback, three_spaces_cut, word_piece, no_decoder, metaspace]
 TOKENIZERS = {make.__name__: Tokenizer(make()) for make in BACKENDS}
 
 
@@ -264,6 +268,7 @@ def test_pieces_of_random_ids_join_to_the_whole_decoding(name, skip_special_toke
     tokenizer = TOKENIZERS[name]
     ids = st.integers(0, tokenizer.vocab_size + 3)  # the last few are in no vocabulary
     often_the_same = st.sampled_from(range(0, tokenizer.vocab_size, 37))
+    often_the_same |= st.integers(max(0, tokenizer.vocab_size - 7), tokenizer.vocab_size)
 
     @settings(max_examples=300, deadline=None)
     @given(st.lists(st.lists(ids | often_the_same, max_size=3), max_size=60))
