@@ -1,0 +1,99 @@
+"""The engine on a GPU: `pytest -m gpu`."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from rlt_jax.assembly import assemble
+from rlt_jax.config import SchedulerConfig
+from rlt_jax.models.ouro import DTypePolicy, OuroConfig, init_params
+from rlt_jax.sampling_params import SamplingParams
+from tests.oracle import Comparison
+from tests.support import SHAPES, build_engine, drive, random_work
+
+pytestmark = pytest.mark.gpu
+
+OURO_1_4B = OuroConfig(
+    vocab_size=49152,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    head_dim=128,
+    max_position_embeddings=65536,
+    total_ut_steps=4,
+)
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    return jax.local_devices(backend="gpu")[0]
+
+
+@pytest.fixture(scope="module")
+def large(gpu):
+    """Ouro-1.4B's shapes with synthetic bf16 weights, everything planned and compiled ahead."""
+    policy = DTypePolicy("bfloat16")
+    sharding = jax.sharding.SingleDeviceSharding(gpu)
+    params = init_params(OURO_1_4B, jax.random.key(0), policy, sharding)
+    return assemble(
+        OURO_1_4B,
+        params,
+        policy=policy,
+        device=gpu,
+        scheduler_config=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_float32_tokens_and_depths_equal_the_pytorch_oracle(shape):
+    work = random_work(numbers=1, count=14, logprobs=0)
+    outputs = drive(build_engine(shape), work)
+    comparison = Comparison()
+    for i, one in enumerate(work):
+        comparison.compare(one, outputs[str(i)], SHAPES[shape].layout)
+    comparison.check(min_tokens=80)
+
+
+def test_the_pool_stays_at_its_address_and_steps_read_nothing_outside_collect():
+    engine = build_engine("roomy")
+    address = engine.runner.state.kv.pool.unsafe_buffer_pointer()
+    with jax.transfer_guard_device_to_host("disallow"):
+        for round_ in range(4):
+            work = random_work(numbers=20 + round_, count=10, temperature=0.8, seed=round_)
+            drive(engine, work)
+            assert engine.runner.state.kv.pool.unsafe_buffer_pointer() == address
+
+
+def test_the_memory_plan_leaves_what_it_says(large, gpu):
+    plan = large.memory_plan
+    assert plan.source == "device_memory"
+    assert plan.bytes_per_block == 786_432 * 16 // 4
+    promised = plan.weight_bytes + plan.kv_bytes + plan.temporary_bytes + plan.reserve_bytes
+    assert promised <= plan.budget_bytes
+    assert plan.budget_bytes - promised < plan.bytes_per_block * plan.planes or (
+        plan.num_blocks == plan.useful_blocks
+    )
+    stats = gpu.memory_stats()
+    assert stats["peak_bytes_in_use"] <= stats["bytes_limit"]
+    print(dataclasses.asdict(plan), stats)
+
+
+def test_large_model_answers_the_same_twice_and_nothing_is_copied(large, gpu):
+    params = SamplingParams(max_tokens=24, exit_threshold=0.6)
+    prompts = [[i + 1] * (40 * i + 3) for i in range(12)]
+
+    def run():
+        for i, prompt in enumerate(prompts):
+            large.core.add_request(str(i), prompt, params)
+        outputs = {}
+        while large.core.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in large.core.step()}
+        return {key: (o.token_ids, o.exit_depths) for key, o in outputs.items()}
+
+    address = large.runner.state.kv.pool.unsafe_buffer_pointer()
+    assert run() == run()
+    assert large.runner.state.kv.pool.unsafe_buffer_pointer() == address
+    assert large.programs.late_compiles == 0
