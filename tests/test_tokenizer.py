@@ -1,4 +1,4 @@
-"""The tokenizer: reading a checkpoint's files, encoding, decoding in pieces, chat templates."""
+"""The tokenizer: reading a checkpoint's files, encoding, decoding in pieces."""
 
 import json
 
@@ -9,16 +9,6 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from rlt_jax.tokenizer import IncrementalDecoder, Tokenizer
-
-CHATML = """{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}
-{{- '<think>\\n\\n</think>\\n\\n' }}
-{%- endif %}
-{%- endif %}"""
 
 
 def byte_level():
@@ -86,12 +76,10 @@ BACKENDS = [byte_level, byte_fallback, three_spaces_cut, word_piece, no_decoder,
 TOKENIZERS = {make.__name__: Tokenizer(make()) for make in BACKENDS}
 
 
-def write_checkpoint(folder, backend=None, *, template=None, **files):
+def write_checkpoint(folder, backend=None, **files):
     (backend or byte_level()).save(str(folder / "tokenizer.json"))
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
     return folder
 
 
@@ -341,111 +329,3 @@ def test_work_per_id_does_not_grow_with_the_text(token):
     pieces = join_pieces(tokenizer, [[token_id] for token_id in ids])
     assert longest <= 20
     assert pieces == tokenizer.decode(ids)
-
-
-# Chat templates.
-
-
-def chat(template, messages=({"role": "user", "content": "hi"},), *, generate=True, **variables):
-    tokenizer = Tokenizer(byte_level(), chat_template=template)
-    return tokenizer.render_chat(messages, add_generation_prompt=generate, **variables)
-
-
-def test_chat_renders_messages_and_the_generation_prompt():
-    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
-    text = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
-    assert chat(CHATML, messages, generate=False) == text
-    assert chat(CHATML, messages) == text + "<|im_start|>assistant\n"
-
-
-def test_chat_passes_variables_to_the_template():
-    closed = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert chat(CHATML, enable_thinking=False).endswith(closed)
-    assert chat(CHATML, enable_thinking=True).endswith("<|im_start|>assistant\n")
-
-
-def test_chat_template_file_wins_over_tokenizer_config(tmp_path):
-    tokenizer = load(tmp_path, template="file", tokenizer_config={"chat_template": "config"})
-    assert tokenizer.render_chat([{"role": "user", "content": ""}]) == "file"
-
-
-@pytest.mark.parametrize("template", ["T", [{"name": "default", "template": "T"}]])
-def test_chat_template_of_tokenizer_config_is_read(tmp_path, template):
-    tokenizer = load(tmp_path, tokenizer_config={"chat_template": template})
-    assert tokenizer.render_chat([{"role": "user", "content": ""}]) == "T"
-
-
-def test_a_template_list_without_default_is_refused(tmp_path):
-    templates = [{"name": "rag", "template": "T"}]
-    with pytest.raises(ValueError, match=r"chat_template = .*has no default"):
-        load(tmp_path, tokenizer_config={"chat_template": templates})
-
-
-def test_special_tokens_are_template_variables(tmp_path):
-    config = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}}
-    tokenizer = load(tmp_path, template="{{ bos_token }}-{{ eos_token }}", tokenizer_config=config)
-    message = {"role": "user", "content": ""}
-    assert tokenizer.render_chat([message]) == "<|endoftext|>-<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    "template, expected",
-    [
-        ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
-        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
-        (
-            "{% for m in [1, 2, 3] %}{% if m == 2 %}{% continue %}{% endif %}{{ m }}{% endfor %}",
-            "13",
-        ),
-        ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
-        ("{% generation %}x{% endgeneration %}", "x"),
-        ("{{ tools is none }}{{ missing }}", "True"),
-        ("{{ strftime_now('%%') }}", "%"),
-    ],
-)
-def test_template_helpers_act_as_in_hugging_face(template, expected):
-    assert chat(template) == expected
-
-
-@pytest.mark.parametrize(
-    "template, message",
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% if %}", "cannot be compiled"),
-        ("{{ missing.field }}", "'missing' is undefined"),
-        ("{{ messages[0]['content'] + 1 }}", "chat template: .*str"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
-    ],
-)
-def test_a_failing_template_is_one_clear_error(template, message):
-    with pytest.raises(ValueError, match=message):
-        chat(template, [{"role": "user", "content": "hi"}])
-
-
-def test_a_checkpoint_without_template_says_so():
-    with pytest.raises(ValueError, match=r"chat_template = None: .*chat_template\.jinja"):
-        TOKENIZERS["byte_level"].render_chat([{"role": "user", "content": "hi"}])
-
-
-@pytest.mark.parametrize(
-    "messages, message",
-    [
-        ([], r"messages = \[\]: must be a non-empty list"),
-        ("hi", "messages = 'hi': must be a non-empty list"),
-        (["hi"], r"messages\[0\] = 'hi': must be an object"),
-        ([{"content": "x"}], r"messages\[0\]\.role = None: must be a non-empty string"),
-        ([{"role": 5, "content": "x"}], r"messages\[0\]\.role = 5: must be a non-empty string"),
-        ([{"role": "user"}], r"messages\[0\]\.content = None: must be a string or a list"),
-        ([{"role": "user", "content": 5}], r"messages\[0\]\.content = 5: must be a string"),
-        ([{"role": "user", "content": ["x"]}], r"messages\[0\]\.content\[0\] = 'x': .* a type"),
-    ],
-)
-def test_malformed_messages_name_field_value_and_rule(messages, message):
-    with pytest.raises(ValueError, match=message):
-        chat(CHATML, messages)
-
-
-def test_content_may_be_missing_beside_tool_calls():
-    message = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    assert chat("{{ messages[0].tool_calls[0].name }}", [message]) == "f"
