@@ -41,15 +41,16 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def resolve_folder(source: str | Path) -> Path:
-    """The folder that `source` names, downloaded if it is a hub id."""
+def resolve_folder(source: str | Path, *, weights: bool = True) -> Path:
+    """The folder that `source` names, downloaded if it is a hub id (without the weights, where
+    only the tokenizer is wanted)."""
     path = Path(os.path.expanduser(source))
     if str(source) and path.is_dir():
         return path
     if str(source) and path.exists():
         raise CheckpointError(f"{source}: is a file; give the folder that holds the checkpoint")
     if is_hub_id(str(source)):
-        return download(str(source))
+        return download(str(source), weights)
     raise CheckpointError(
         f"{str(source)!r}: neither an existing folder nor a Hugging Face hub id (org/name)"
     )

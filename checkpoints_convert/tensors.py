@@ -112,13 +112,16 @@ def parameter_count(config: OuroConfig) -> int:
 
 def check_tensors(where: object, found: Mapping[str, TensorInfo], config: OuroConfig) -> None:
     """Raises CheckpointError unless `found` is exactly what the config asks for."""
-    expected = expected_tensors(config)
     layers = {int(match[1]) for match in map(_LAYER_NAME.match, found) if match}
-    if layers and layers == set(range(len(layers))) and len(layers) != config.num_hidden_layers:
+    contiguous = layers == set(range(len(layers)))
+    if (contiguous and len(layers) != config.num_hidden_layers) or (
+        config.num_hidden_layers > len(found)
+    ):
         raise CheckpointError(
             f"{where}: config.json says num_hidden_layers = {config.num_hidden_layers}, "
             f"the tensors have {len(layers)} layers"
         )
+    expected = expected_tensors(config)
     if missing := [name for name in expected if name not in found]:
         raise CheckpointError(
             f"{where}: missing tensor {_few(missing)}: config.json asks for {len(expected)} tensors"

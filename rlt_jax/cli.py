@@ -190,6 +190,8 @@ def run_generate(options: argparse.Namespace) -> None:
             except GenerationError as error:  # the other prompts' answers are not lost
                 failure, outputs = error, error.outputs
             seconds = time.perf_counter() - start
+            if options.verbose:
+                _print_compiling(llm, seconds)
             full_depth = llm.engine.model_config.total_ut_steps
     if options.json:
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -211,6 +213,27 @@ def _as_json(prompt: str | list[int], output: "RequestOutput") -> dict[str, Any]
 def _print_startup(llm: "LLM", seconds: float) -> None:
     phases = {**llm.startup_times, "other": seconds - sum(llm.startup_times.values())}
     print(f"start-up: {seconds:.2f} s", file=sys.stderr)
+    _print_seconds(phases)
+    plan = llm.engine.memory_plan
+    print(
+        f"KV pool: {plan.num_blocks} blocks of {plan.block_size} tokens, {plan.kv_bytes:,} bytes"
+        f" ({plan.source}); weights: {plan.weight_bytes:,} bytes;"
+        f" at most {llm.engine.max_executables} executables",
+        file=sys.stderr,
+    )
+
+
+def _print_compiling(llm: "LLM", seconds: float) -> None:
+    compiled = llm.engine.compile_seconds
+    print(
+        f"answering: {seconds:.2f} s, of it {sum(compiled.values()):.2f} s compiling"
+        f" {len(compiled)} programs",
+        file=sys.stderr,
+    )
+    _print_seconds(compiled)
+
+
+def _print_seconds(phases: dict[str, float]) -> None:
     for phase, spent in phases.items():
         print(f"  {phase:<24} {spent:8.2f} s", file=sys.stderr)
 

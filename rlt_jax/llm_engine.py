@@ -117,6 +117,11 @@ class LLMEngine:
         }
 
     @property
+    def max_executables(self) -> int:
+        """Programs times buckets that this engine can reach."""
+        return len(self._parts.programs.all_keys())
+
+    @property
     def compile_seconds(self) -> dict[str, float]:
         """Seconds this engine spent compiling, by program; shared programs cost nothing again."""
         return dict(self._parts.programs.compile_seconds)

@@ -203,6 +203,7 @@ def test_no_config(source):
     "key, value, words",
     [
         ("num_hidden_layers", 3, ["num_hidden_layers = 3", "2 layers"]),
+        ("num_hidden_layers", 10**12, ["num_hidden_layers = 1000000000000", "2 layers"]),
         ("num_hidden_layers", 1, ["num_hidden_layers = 1", "2 layers"]),
         ("hidden_size", 64, ["(320, 32)", "(320, 64)", "vocab_size, hidden_size"]),
         ("vocab_size", 384, ["model.embed_tokens.weight", "(320, 32)", "(384, 32)"]),

@@ -52,7 +52,7 @@ def test_truncated_file(converted):
 
 
 def test_damage_that_keeps_the_size_is_an_error_of_orbax(converted):
-    path = converted / "items" / "layers.01" / "manifest.ocdbt"
+    path = converted / "items" / "layers.01" / "_METADATA"
     path.write_bytes(bytes(path.stat().st_size))
     refuse(converted, "items/layers.01", "cannot be read by Orbax")
 

@@ -7,6 +7,7 @@ import types
 import pytest
 
 from rlt_jax.checkpoints_convert import CheckpointError, convert, open_checkpoint
+from rlt_jax.checkpoints_convert.checkpoint import resolve_folder
 
 
 @pytest.fixture
@@ -48,6 +49,13 @@ def test_only_weights_config_and_tokenizer_are_downloaded(hub):
     unwanted = ["pytorch_model.bin", "modeling_ouro.py", "training_args.bin", "a.pkl", "x.pt"]
     assert [name for name in wanted if not allowed(name)] == []
     assert [name for name in unwanted if allowed(name)] == []
+
+
+def test_the_tokenizer_alone_can_be_downloaded(hub, tiny_source):
+    assert resolve_folder("org/ouro", weights=False) == tiny_source
+    patterns = hub[0][1]["allow_patterns"]
+    assert not any(fnmatch.fnmatch("model.safetensors", pattern) for pattern in patterns)
+    assert any(fnmatch.fnmatch("tokenizer.json", pattern) for pattern in patterns)
 
 
 def test_existing_destination_is_refused_before_the_download(hub, tmp_path):
