@@ -275,8 +275,14 @@ def run_inspect(options: argparse.Namespace) -> None:
         Console(width=width).print(render_checkpoint(info))
 
 
+def _stay_off_the_gpu() -> None:
+    """Orbax starts JAX's backend, which would claim a GPU's memory for work on the host."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+
 def run_convert(options: argparse.Namespace) -> None:
     """Writes a Hugging Face checkpoint as an Orbax folder."""
+    _stay_off_the_gpu()
     from rlt_jax.checkpoints_convert import convert
 
     written = convert(
@@ -292,6 +298,7 @@ def run_convert(options: argparse.Namespace) -> None:
 
 def run_export(options: argparse.Namespace) -> None:
     """Writes an Orbax checkpoint as a Hugging Face folder."""
+    _stay_off_the_gpu()
     from rlt_jax.checkpoints_convert import export
 
     written = export(

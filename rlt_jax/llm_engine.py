@@ -188,5 +188,5 @@ def _open_tokenizer(tokenizer: Tokenizer | str | Path | None, folder: Path) -> T
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if tokenizer is not None:
-        return Tokenizer.from_folder(resolve_folder(tokenizer))
+        return Tokenizer.from_folder(resolve_folder(tokenizer, weights=False))
     return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None

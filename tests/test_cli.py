@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -264,9 +265,13 @@ def test_text_cannot_steer_the_terminal(generate, monkeypatch):
     assert "red \N{REPLACEMENT CHARACTER}[31m bell" in out
 
 
-def test_verbose_tells_where_the_start_up_time_went(generate):
+def test_verbose_tells_where_the_time_went_and_how_memory_was_planned(generate):
     _, out, err = generate("--prompt=a", "--verbose", "--json")
-    total, *phases = err.splitlines()
+    total, *lines = err.splitlines()
+    split = next(i for i, line in enumerate(lines) if line.startswith("KV pool: "))
+    phases, (pool, answering, *compiled) = lines[:split], lines[split:]
+    assert re.match(r"KV pool: \d+ blocks of \d+ tokens, .* at most \d+ executables", pool)
+    assert f"compiling {len(compiled)} programs" in answering
     seconds = float(total.removeprefix("start-up: ").removesuffix(" s"))
     times = {line[2:26].strip(): float(line[26:].removesuffix(" s")) for line in phases}
     assert {"import", "load weights", "other"} < set(times)

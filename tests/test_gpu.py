@@ -24,6 +24,7 @@ OURO_1_4B = OuroConfig(
     head_dim=128,
     max_position_embeddings=65536,
     total_ut_steps=4,
+    rope_theta=1e6,
 )
 
 

@@ -176,14 +176,16 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
     """rope_theta, or the newer rope_parameters = {"rope_type": "default", "rope_theta": x}."""
     parameters = raw.get("rope_parameters")
     if parameters is None:
-        return raw.get("rope_theta", 1e6)
+        parameters = {}
     if not isinstance(parameters, Mapping):
         fail("rope_parameters", parameters, "must be an object")
     if parameters.get("rope_type", "default") != "default":
         fail("rope_parameters.rope_type", parameters["rope_type"], "rope scaling is not supported")
     for key in sorted(set(parameters) - {"rope_type", "rope_theta"}):
         fail(f"rope_parameters.{key}", parameters[key], "rope scaling is not supported")
-    theta = parameters.get("rope_theta", raw.get("rope_theta", 1e6))
+    theta = parameters.get("rope_theta", raw.get("rope_theta"))
+    if theta is None:
+        fail("rope_theta", None, "config.json must give it, here or in rope_parameters")
     if raw.get("rope_theta", theta) != theta:
         fail(
             "rope_theta", raw["rope_theta"], f"disagrees with rope_parameters.rope_theta = {theta}"

@@ -127,6 +127,8 @@ def test_metadata_changes_nothing(key, value):
         ({"rope_parameters": {"rope_theta": 1e4}}, ["rope_theta", "disagrees", "10000.0"]),
         ({"rope_parameters": [1]}, ["rope_parameters", "[1]", "object"]),
         ({"rope_theta": 0}, ["rope_theta = 0", "> 0"]),
+        ({"rope_theta": ...}, ["rope_theta = None", "must give it"]),
+        ({"rope_theta": ..., "rope_parameters": {}}, ["rope_theta = None", "must give it"]),
         ({"rope_theta": "1e6"}, ["rope_theta = '1e6'", "number"]),
         ({"rope_theta": float("inf")}, ["rope_theta = inf", "finite"]),
         ({"rms_norm_eps": 0}, ["rms_norm_eps = 0", "> 0"]),
