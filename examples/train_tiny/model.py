@@ -5,16 +5,16 @@ keeps the keys and values of its last loop, and later tokens see those at every 
 LAST_EXITED layout). Each token's own deeper loops are still computed, as if it had stayed, so that
 one pass gives every token's result at every depth.
 
-Rows of several widths share all matrix products: their tokens lie on one axis t, cut into rows only
-for attention. Axes: t tokens, n rows, w width, h heads, x head_dim, d hidden.
+Groups of rows of different widths share all matrix products: their tokens lie on one axis t, which
+is cut into rows only for attention. Axes: t tokens, n rows, w width, h heads, x head_dim, d hidden.
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
+from examples.train_tiny.batch import Batch, Rows, flatten
 from rlt_jax.models.ouro import (
     DTypePolicy,
     OuroLayerParams,
@@ -27,7 +27,6 @@ from rlt_jax.models.ouro import (
 )
 from rlt_jax.models.ouro_config import OuroConfig
 
-Shapes = tuple[tuple[int, int], ...]  # (n, w) of each group of rows
 KV = tuple[tuple[jax.Array, jax.Array], ...]  # for each layer: keys and values [t, h, x]
 
 
@@ -54,49 +53,38 @@ def init_params(config: OuroConfig, key: jax.Array) -> OuroParams:
     return jax.tree_util.tree_map_with_path(draw, tree)
 
 
-def flatten(groups: Sequence[jax.Array]) -> jax.Array:
-    """[n, w] arrays to one [t]."""
-    return jnp.concatenate([group.reshape(-1) for group in groups])
-
-
-def positions(shapes: Shapes) -> jax.Array:
-    """[t]: each row counts from 0."""
-    return flatten([jnp.broadcast_to(jnp.arange(w), (n, w)) for n, w in shapes])
+def visible(rows: Rows) -> jax.Array:
+    """[n, w, w]: which keys (last axis) a query sees."""
+    width = rows.tokens.shape[1]
+    query, key = rows.question[:, :, None], rows.question[:, None, :]
+    return jnp.tril(jnp.ones((width, width), bool)) & ((key == 0) | (key == query))
 
 
 def attend_rows(
-    q: jax.Array, own: tuple[jax.Array, jax.Array], seen: tuple[jax.Array, jax.Array] | None
+    q: jax.Array, own: tuple[jax.Array, jax.Array], seen: tuple[jax.Array, jax.Array], mask
 ) -> jax.Array:
-    """Causal attention in rows [n, w, h, x]: a token sees itself by `own`, earlier ones by `seen`.
-
-    seen None: the same as own.
-    """
-    (k_own, v_own), (k, v) = own, seen or own
-    width, scale = q.shape[1], q.shape[-1] ** -0.5
-    scores = jnp.einsum("nqhx,nkhx->nhqk", q, k, preferred_element_type=jnp.float32)
-    itself = jnp.eye(width, dtype=bool)
-    if seen is not None:
-        own_score = jnp.einsum("nqhx,nqhx->nhq", q, k_own, preferred_element_type=jnp.float32)
-        scores = jnp.where(itself, own_score[..., None], scores)
-    causal = jnp.tril(jnp.ones((width, width), bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores * scale, -jnp.inf), axis=-1)
+    """Attention in rows [n, w, h, x]: a token sees itself by `own`, the others by `seen`."""
+    (k_own, v_own), (k, v) = own, seen
+    itself, scale = jnp.eye(q.shape[1], dtype=bool), q.shape[-1] ** -0.5
+    scores = jnp.einsum("nqhx,nkhx->nhqk", q, k).astype(jnp.float32)
+    own_score = jnp.sum(q.astype(jnp.float32) * k_own.astype(jnp.float32), axis=-1)  # [n, w, h]
+    scores = jnp.where(itself, own_score.swapaxes(1, 2)[..., None], scores)
+    weights = jax.nn.softmax(jnp.where(mask[:, None], scores * scale, -jnp.inf), axis=-1)
+    own_weight = jnp.sum(jnp.where(itself, weights, 0), axis=-1).swapaxes(1, 2)
     attended = jnp.einsum("nhqk,nkhx->nqhx", weights.astype(q.dtype), v)
-    if seen is not None:
-        own_weight = jnp.sum(jnp.where(itself, weights, 0), axis=-1).swapaxes(1, 2)
-        attended += own_weight[..., None].astype(q.dtype) * (v_own - v)
-    return attended
+    return attended + own_weight[..., None].astype(q.dtype) * (v_own - v)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def layer(
     config: OuroConfig,
     policy: DTypePolicy,
-    shapes: Shapes,
     params: OuroLayerParams,
     hidden: jax.Array,
     angles: tuple[jax.Array, jax.Array],
-    history: tuple[jax.Array, jax.Array] | None,
-    left: jax.Array | None,
+    masks: tuple[jax.Array, ...],
+    history: tuple[jax.Array, jax.Array],
+    left: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One layer of one loop: (hidden [t, d], the keys and values that later loops inherit)."""
     heads, x = config.num_attention_heads, config.head_dim
@@ -105,18 +93,16 @@ def layer(
     qkv = linear(norm(hidden, params.norms[0]), params.wqkv, policy).reshape(-1, 3 * heads, x)
     q, k, v = jnp.split(qkv, 3, axis=1)
     q, k = (apply_rotary(a[None], *angles)[0] for a in (q, k))
-    kept = (k, v)
-    if history is not None:
-        kept = tuple(jnp.where(left[:, None, None], *pair) for pair in zip(history, kept))
+    kept = tuple(jnp.where(left[:, None, None], *pair) for pair in zip(history, (k, v)))
 
     attended, start = [], 0
-    for n, w in shapes:
+    for mask in masks:
+        n, w, _ = mask.shape
 
         def rows(array, start=start, n=n, w=w):
             return array[start : start + n * w].reshape(n, w, heads, x)
 
-        seen = None if history is None else (rows(kept[0]), rows(kept[1]))
-        part = attend_rows(rows(q), (rows(k), rows(v)), seen)
+        part = attend_rows(rows(q), (rows(k), rows(v)), tuple(map(rows, kept)), mask)
         attended.append(part.reshape(n * w, heads * x))
         start += n * w
     attended = linear(jnp.concatenate(attended), params.wo, policy)
@@ -128,28 +114,39 @@ def layer(
     return hidden, kept
 
 
+def no_history(config: OuroConfig, batch: Batch, dtype) -> KV:
+    """Stands before the first loop, which no token can have left."""
+    tokens = sum(rows.tokens.size for rows in batch)
+    zeros = jnp.zeros((tokens, config.num_attention_heads, config.head_dim), dtype)
+    return ((zeros, zeros),) * config.num_hidden_layers
+
+
 def loop(
     config: OuroConfig,
     policy: DTypePolicy,
-    shapes: Shapes,
     params: OuroParams,
+    batch: Batch,
     hidden: jax.Array,
-    history: KV | None = None,
-    left: jax.Array | None = None,
+    history: KV,
+    left: jax.Array,
 ) -> tuple[jax.Array, KV]:
-    """All layers and the final norm, once, for [t, d].
+    """All layers and the final norm, once, for hidden [t, d].
 
-    left: [t], tokens that left before this loop; their keys and values are those of `history`,
-    what the loop before returned. Both None in the first loop.
+    left: [t], tokens that left before this loop; they keep the keys and values of `history`,
+    which the loop before returned.
     """
-    angles = rotary_angles(
-        positions(shapes)[None], config.head_dim, config.rope_theta, hidden.dtype
-    )
-    kept = []
-    for index, layer_params in enumerate(params.layers):
-        layer_history = None if history is None else history[index]
+    position = flatten([rows.position for rows in batch])
+    angles = rotary_angles(position[None], config.head_dim, config.rope_theta, hidden.dtype)
+    masks, kept = tuple(map(visible, batch)), []
+    for layer_params, layer_history in zip(params.layers, history):
         hidden, layer_kept = layer(
-            config, policy, shapes, layer_params, hidden, angles, layer_history, left
+            config, policy, layer_params, hidden, angles, masks, layer_history, left
         )
         kept.append(layer_kept)
     return rms_norm(hidden, params.norm, config.rms_norm_eps), tuple(kept)
+
+
+def embed(params: OuroParams, tokens: jax.Array) -> jax.Array:
+    """prelude() as a matrix product: its gradient is one too, not a scatter into few rows."""
+    one_hot = jax.nn.one_hot(tokens, params.embed.shape[0], dtype=params.embed.dtype)
+    return one_hot @ params.embed

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from examples.train_tiny import model
-from examples.train_tiny.batch import Batch, Targets, shapes_of, targets_of
-from rlt_jax.models.ouro import DTypePolicy, OuroParams, coda, prelude
+from examples.train_tiny.batch import DECODED, NOTHING, Batch, flatten, group_means, joined
+from rlt_jax.models.ouro import DTypePolicy, OuroParams, coda
 from rlt_jax.models.ouro_config import OuroConfig
 
 POLICY = DTypePolicy("bfloat16")
@@ -42,45 +42,45 @@ def gate_logit(params: OuroParams, hidden: jax.Array) -> jax.Array:
     return hidden.astype(jnp.float32) @ weight + params.gate_bias.astype(jnp.float32)
 
 
+def is_decoded(role: jax.Array) -> jax.Array:
+    return role >= DECODED
+
+
 def random_exits(
-    config: OuroConfig, objective: Objective, batch: Batch, decoded: jax.Array, key: jax.Array
+    config: OuroConfig, objective: Objective, batch: Batch, key: jax.Array
 ) -> jax.Array:
     """Exit depth [t]: full depth for prompts and some rows, else random from min_loops on."""
     which, how_deep = jax.random.split(key)
     early = []
-    for index, (n, w) in enumerate(shapes_of(batch)):
-        row = jax.random.bernoulli(jax.random.fold_in(which, index), objective.early_rows, (n, 1))
-        early.append(jnp.broadcast_to(row, (n, w)))
-    full = config.total_ut_steps
-    depth = jax.random.randint(how_deep, decoded.shape, min(objective.min_loops, full), full + 1)
-    return jnp.where(decoded & model.flatten(early), depth, full)
+    for index, rows in enumerate(batch):
+        shape = rows.tokens.shape
+        row_key = jax.random.fold_in(which, index)
+        leaves = jax.random.bernoulli(row_key, objective.early_rows, (shape[0], 1))
+        early.append(leaves & is_decoded(rows.role))
+    early, full = flatten(early), config.total_ut_steps
+    depth = jax.random.randint(how_deep, early.shape, min(objective.min_loops, full), full + 1)
+    return jnp.where(early, depth, full)
 
 
 def hidden_by_depth(
     config: OuroConfig, params: OuroParams, batch: Batch, exits: jax.Array
-) -> list[jax.Array]:
-    """The final-normed hidden states [t, d] after each loop; tokens leave after `exits` [t]."""
+) -> jax.Array:
+    """The final-normed hidden states [D, t, d]; tokens leave after `exits` [t] loops."""
     params = jax.tree.map(lambda leaf: leaf.astype(POLICY.dtype), params)
-    hidden, history = prelude(params, model.flatten([rows.tokens for rows in batch])), None
-    result = []
+    hidden = model.embed(params, flatten([rows.tokens for rows in batch]))
+    history, states = model.no_history(config, batch, hidden.dtype), []
     for depth in range(1, config.total_ut_steps + 1):
-        left = None if history is None else exits < depth
-        hidden, history = model.loop(
-            config, POLICY, shapes_of(batch), params, hidden, history, left
-        )
-        result.append(hidden)
-    return result
+        hidden, history = model.loop(config, POLICY, params, batch, hidden, history, exits < depth)
+        states.append(hidden)
+    return jnp.stack(states)
 
 
-def token_losses(params: OuroParams, hidden: list[jax.Array], targets: Targets) -> jax.Array:
-    """Cross entropy in nats, [D, t]."""
+def token_losses(params: OuroParams, hidden: jax.Array, target: jax.Array) -> jax.Array:
+    """Cross entropy in nats, [D, t], for hidden [D, t, d]."""
     head = params.replace(lm_head=params.lm_head.astype(POLICY.dtype))
-
-    def at_depth(state):
-        log_probs = jax.nn.log_softmax(coda(POLICY, head, state), axis=-1)
-        return -jnp.take_along_axis(log_probs, targets.tokens[:, None], axis=-1)[:, 0]
-
-    return jnp.stack([at_depth(state) for state in hidden])
+    logits = coda(POLICY, head, hidden)
+    one_hot = jax.nn.one_hot(target, logits.shape[-1])
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * one_hot, axis=-1)
 
 
 def exit_distribution(gate_logits: jax.Array) -> jax.Array:
@@ -91,31 +91,21 @@ def exit_distribution(gate_logits: jax.Array) -> jax.Array:
     return jnp.exp(reached + stop)
 
 
-def group_mean(values: jax.Array, mask: jax.Array, group: jax.Array, groups: int) -> jax.Array:
-    """Mean over masked tokens within each group of rows, [groups]."""
-    total = jax.ops.segment_sum(jnp.where(mask, values, 0), group, groups)
-    return total / jnp.maximum(jax.ops.segment_sum(mask.astype(jnp.float32), group, groups), 1)
-
-
 def stage_one(
     config: OuroConfig, objective: Objective, params: OuroParams, batch: Batch, key: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(loss, metrics): every group of rows counts alike."""
-    targets = targets_of(batch)
-    exits = random_exits(config, objective, batch, targets.is_decoded, key)
-    hidden = hidden_by_depth(config, params, batch, exits)
-    losses = token_losses(params, hidden, targets)
-    probability = exit_distribution(gate_logit(params, jnp.stack(hidden[:-1])))
+    rows = joined(batch)
+    hidden = hidden_by_depth(config, params, batch, random_exits(config, objective, batch, key))
+    losses = token_losses(params, hidden, rows.target)
+    probability = exit_distribution(gate_logit(params, hidden[:-1]))
     entropy = -jnp.sum(probability * jnp.log(probability + 1e-9), axis=0)
     expected = jnp.sum(probability * losses, axis=0) - objective.beta * entropy
 
     def mean(values):
-        return group_mean(values, targets.is_output, targets.group, len(batch))
+        return group_means(batch, values, rows.role != NOTHING)
 
-    metrics = {
-        "loss_by_depth": jnp.stack([mean(loss) for loss in losses]),
-        "exit_by_depth": jnp.stack([mean(p).mean() for p in probability]),
-    }
+    metrics = {"loss_by_depth": mean(losses), "exit_by_depth": mean(probability).mean(-1)}
     return mean(expected).mean(), metrics
 
 
@@ -123,21 +113,18 @@ def stage_two(
     config: OuroConfig, objective: Objective, params: OuroParams, batch: Batch, key: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(loss, metrics): cross entropy of the gate against whether a later loop is better."""
-    targets = targets_of(batch)
-    exits = random_exits(config, objective, batch, targets.is_decoded, key)
-    hidden = jax.lax.stop_gradient(hidden_by_depth(config, params, batch, exits))
-    losses = jax.lax.stop_gradient(token_losses(params, hidden, targets))
+    rows = joined(batch)
+    hidden = hidden_by_depth(config, params, batch, random_exits(config, objective, batch, key))
+    hidden = jax.lax.stop_gradient(hidden)
+    losses = jax.lax.stop_gradient(token_losses(params, hidden, rows.target))
     best_later = jax.lax.cummin(losses, axis=0, reverse=True)[1:]
     gain = losses[:-1] - best_later
     go_on = jax.nn.sigmoid(objective.sharpness * (gain - objective.least_gain))
-    logits = gate_logit(params, jnp.stack(hidden[:-1]))
+    logits = gate_logit(params, hidden[:-1])
     cross_entropy = -go_on * jax.nn.log_sigmoid(-logits) - (1 - go_on) * jax.nn.log_sigmoid(logits)
 
     def mean(values):
-        return group_mean(values, targets.is_decoded, targets.group, len(batch)).mean()
+        return group_means(batch, values, is_decoded(rows.role)).mean(-1)
 
-    metrics = {
-        "wanted": jnp.stack([mean(1 - g) for g in go_on]),
-        "given": jnp.stack([mean(jax.nn.sigmoid(logit)) for logit in logits]),
-    }
-    return mean(cross_entropy.mean(axis=0)), metrics
+    metrics = {"wanted": mean(1 - go_on), "given": mean(jax.nn.sigmoid(logits))}
+    return mean(cross_entropy).mean(), metrics

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from examples.train_tiny import model
-from examples.train_tiny.batch import Batch, rows_of, shapes_of, targets_of
+from examples.train_tiny.batch import DECODED, NOTHING, Batch, joined, plain_rows
 from examples.train_tiny.data import Problems
-from examples.train_tiny.objective import POLICY, gate_logit
-from rlt_jax.models.ouro import OuroParams, coda, prelude
+from examples.train_tiny.objective import POLICY, gate_logit, is_decoded
+from rlt_jax.models.ouro import OuroParams, coda
 from rlt_jax.models.ouro_config import OuroConfig
 
 CHUNK = 256  # problems of each task in one pass
@@ -34,28 +34,24 @@ class Grades(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _grade(config: OuroConfig, params: OuroParams, batch: Batch, threshold: jax.Array):
-    """right_by_depth [D, t], right [t] at the exit depth, exit depth [t], targets' masks.
+    """right [D, t], the next token is the argmax at each depth; exit depth [t].
 
     threshold 1: every token runs to full depth.
     """
     params = jax.tree.map(lambda leaf: leaf.astype(POLICY.dtype), params)
-    targets, full = targets_of(batch), config.total_ut_steps
-    hidden, history = prelude(params, model.flatten([rows.tokens for rows in batch])), None
-    exits = jnp.full(targets.tokens.shape, full)
-    remaining = jnp.ones(targets.tokens.shape, jnp.float32)
-    right_by_depth = []
+    rows, full = joined(batch), config.total_ut_steps
+    hidden = model.embed(params, rows.tokens)
+    history, right = model.no_history(config, batch, hidden.dtype), []
+    exits = jnp.full(rows.tokens.shape, full)
+    remaining = jnp.ones(rows.tokens.shape, jnp.float32)
     for depth in range(1, full + 1):
-        hidden, history = model.loop(
-            config, POLICY, shapes_of(batch), params, hidden, history, exits < depth
-        )
-        right_by_depth.append(coda(POLICY, params, hidden).argmax(-1) == targets.tokens)
+        hidden, history = model.loop(config, POLICY, params, batch, hidden, history, exits < depth)
+        right.append(coda(POLICY, params, hidden).argmax(-1) == rows.target)
         remaining *= 1 - jax.nn.sigmoid(gate_logit(params, hidden))
-        leaves = (1 - remaining >= threshold) & (threshold < 1) & targets.is_decoded
+        leaves = (1 - remaining >= threshold) & (threshold < 1) & is_decoded(rows.role)
         if depth >= min(2, full):
             exits = jnp.where(leaves & (exits > depth), depth, exits)
-    right_by_depth = jnp.stack(right_by_depth)
-    right = jnp.take_along_axis(right_by_depth, exits[None] - 1, axis=0)[0]
-    return right_by_depth, right, exits, targets.is_output, targets.is_decoded & ~targets.is_end
+    return jnp.stack(right), exits
 
 
 def grade(
@@ -65,17 +61,21 @@ def grade(
     graded = {name: [] for name in papers}
     (total,) = {len(problems) for problems in papers.values()}
     for start in range(0, total, CHUNK):
-        batch = tuple(rows_of(p[start : start + CHUNK]) for p in papers.values())
-        arrays = jax.device_get(_grade(config, params, batch, jnp.float32(threshold)))
-        ends = np.cumsum([n * w for n, w in shapes_of(batch)])[:-1]
-        parts = zip(*(np.split(array, ends, axis=-1) for array in arrays))
-        for grades, shape, part in zip(graded.values(), shapes_of(batch), parts):
-            by_depth, right, exits, is_output, is_counted = part
-
-            def exact(right_t, shape=shape, is_output=is_output):
-                return (right_t | ~is_output).reshape(*right_t.shape[:-1], *shape).all(-1)
-
-            grades.append(Grades(exact(by_depth), exact(right), exits[is_counted]))
+        batch = tuple(plain_rows(p[start : start + CHUNK]) for p in papers.values())
+        right, exits = jax.device_get(_grade(config, params, batch, jnp.float32(threshold)))
+        ends = np.cumsum([rows.tokens.size for rows in batch])[:-1]
+        parts = zip(np.split(right, ends, axis=-1), np.split(exits, ends))
+        for grades, rows, (right, exits) in zip(graded.values(), batch, parts):
+            right, exits = (a.reshape(*a.shape[:-1], *rows.role.shape) for a in (right, exits))
+            at_exit = np.take_along_axis(right, exits[None] - 1, axis=0)[0]
+            silent = rows.role == NOTHING
+            grades.append(
+                Grades(
+                    by_depth=(right | silent).all(-1),
+                    exact=(at_exit | silent).all(-1),
+                    depths=exits[rows.role == DECODED],
+                )
+            )
     return {
         name: Grades(*(np.concatenate(arrays, axis=-1) for arrays in zip(*grades)))
         for name, grades in graded.items()

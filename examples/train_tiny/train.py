@@ -83,7 +83,7 @@ def model_config(**sizes: int) -> OuroConfig:
     )
 
 
-STANDARD = Run(model_config(), {"arithmetic": 1024, "strings": 1024, "lookup": 1024})
+STANDARD = Run(model_config(), {"arithmetic": 512, "strings": 512, "lookup": 512})
 SMOKE = Run(
     model_config(hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16),
     {"arithmetic": 32, "strings": 16, "lookup": 16},
@@ -149,14 +149,14 @@ class Trainer:
         average = jax.tree.map(jnp.copy, params)
         self.state = TrainState(params, average, optimizer.init(params))
 
-        def step_one(state, batch, key, rate):
+        def step_one(state, batch, key, rate, average_decay):
             gradient_of = jax.value_and_grad(stage_one, argnums=2, has_aux=True)
             (loss, metrics), gradient = gradient_of(
                 run.model, run.objective, state.params, batch, key
             )
             updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
             params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
-            average = optax.incremental_update(params, state.average, 1 - run.average_decay)
+            average = optax.incremental_update(params, state.average, 1 - average_decay)
             return TrainState(params, average, optimizer_state), metrics | {"loss": loss}
 
         self.step_one = jax.jit(step_one, donate_argnums=0)
@@ -211,8 +211,10 @@ class Trainer:
             if self.budget is not None and self.seconds >= self.budget:
                 break
             rate = rate_at(run, self.seconds / (self.budget or math.inf))
+            average_decay = min(run.average_decay, (1 + step) / (10 + step))
+            rates = jnp.float32(rate), jnp.float32(average_decay)
             self.state, metrics = self.step_one(
-                self.state, batch, jax.random.fold_in(key, step), jnp.float32(rate)
+                self.state, batch, jax.random.fold_in(key, step), *rates
             )
             in_flight.append(metrics)
             if len(in_flight) > 3:
