@@ -68,11 +68,13 @@ def hidden_by_depth(
     """The final-normed hidden states [D, t, d]; tokens leave after `exits` [t] loops."""
     params = jax.tree.map(lambda leaf: leaf.astype(POLICY.dtype), params)
     hidden = model.embed(params, flatten([rows.tokens for rows in batch]))
-    history, states = model.no_history(config, batch, hidden.dtype), []
-    for depth in range(1, config.total_ut_steps + 1):
-        hidden, history = model.loop(config, POLICY, params, batch, hidden, history, exits < depth)
-        states.append(hidden)
-    return jnp.stack(states)
+
+    def one_loop(carry, depth):
+        hidden, history = model.loop(config, POLICY, params, batch, *carry, exits < depth)
+        return (hidden, history), hidden
+
+    start = hidden, model.no_history(config, batch, hidden.dtype)
+    return jax.lax.scan(one_loop, start, 1 + jnp.arange(config.total_ut_steps))[1]
 
 
 def token_losses(params: OuroParams, hidden: jax.Array, target: jax.Array) -> jax.Array:

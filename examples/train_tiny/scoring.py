@@ -41,17 +41,29 @@ def _grade(config: OuroConfig, params: OuroParams, batch: Batch, threshold: jax.
     params = jax.tree.map(lambda leaf: leaf.astype(POLICY.dtype), params)
     rows, full = joined(batch), config.total_ut_steps
     hidden = model.embed(params, rows.tokens)
-    history, right = model.no_history(config, batch, hidden.dtype), []
-    exits = jnp.full(rows.tokens.shape, full)
-    remaining = jnp.ones(rows.tokens.shape, jnp.float32)
-    for depth in range(1, full + 1):
+    adaptive = is_decoded(rows.role) & (threshold < 1)
+
+    def one_loop(carry, depth):
+        hidden, history, remaining, exits = carry
         hidden, history = model.loop(config, POLICY, params, batch, hidden, history, exits < depth)
-        right.append(coda(POLICY, params, hidden).argmax(-1) == rows.target)
-        remaining *= 1 - jax.nn.sigmoid(gate_logit(params, hidden))
-        leaves = (1 - remaining >= threshold) & (threshold < 1) & is_decoded(rows.role)
-        if depth >= min(2, full):
-            exits = jnp.where(leaves & (exits > depth), depth, exits)
-    return jnp.stack(right), exits
+        right = coda(POLICY, params, hidden).argmax(-1) == rows.target
+        remaining = remaining * (1 - jax.nn.sigmoid(gate_logit(params, hidden)))
+        leaves = adaptive & (1 - remaining >= threshold) & (depth >= min(2, full))
+        return (
+            hidden,
+            history,
+            remaining,
+            jnp.where(leaves, jnp.minimum(exits, depth), exits),
+        ), right
+
+    start = (
+        hidden,
+        model.no_history(config, batch, hidden.dtype),
+        jnp.ones(rows.tokens.shape, jnp.float32),
+        jnp.full(rows.tokens.shape, full),
+    )
+    (_, _, _, exits), right = jax.lax.scan(one_loop, start, 1 + jnp.arange(full))
+    return right, exits
 
 
 def grade(
@@ -86,12 +98,17 @@ def _percent(exact: np.ndarray) -> float:
     return round(100 * float(exact.mean()), 2)
 
 
-def accuracy_by_depth(
-    config: OuroConfig, params: OuroParams, papers: Mapping[str, Problems]
-) -> dict[str, list[float]]:
+def accuracy_by_depth(graded: Mapping[str, Grades]) -> dict[str, list[float]]:
     """For each task: exact match in percent with total_ut_steps = 1..D."""
-    graded = grade(config, params, papers)
     return {name: [_percent(row) for row in grades.by_depth] for name, grades in graded.items()}
+
+
+def accuracy_by_level(grades: Grades, problems: Problems) -> dict[int, list[float]]:
+    """For each level of one task: the same."""
+    return {
+        int(level): [_percent(row) for row in grades.by_depth[:, problems.level == level]]
+        for level in np.unique(problems.level)
+    }
 
 
 def accuracy_by_threshold(

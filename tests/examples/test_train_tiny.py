@@ -32,9 +32,9 @@ from examples.train_tiny.data import (
     training_problems,
     training_sheets,
 )
+from examples.train_tiny.settings import model_config
 from examples.train_tiny.tasks import FAMILY_WIDTHS, MAX_HOPS, MIN_VARIABLES
 from examples.train_tiny.text import fnv1a
-from examples.train_tiny.train import model_config
 from rlt_jax.models.ouro import DTypePolicy
 
 ROOT = Path(__file__).parents[2]
