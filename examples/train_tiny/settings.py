@@ -58,7 +58,7 @@ def model_config(**sizes: int) -> OuroConfig:
     )
 
 
-STANDARD = Run(model_config(), {"arithmetic": 512, "strings": 512, "lookup": 512})
+STANDARD = Run(model_config(), {"arithmetic": 768, "strings": 512, "lookup": 512})
 SMOKE = Run(
     model_config(hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16),
     {"arithmetic": 32, "strings": 16, "lookup": 16},

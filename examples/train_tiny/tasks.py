@@ -24,59 +24,79 @@ MIN_VARIABLES, MAX_VARIABLES = 8, 10
 OTHER_CHAINS_END = 0.5  # share of the variables off the first chain that hold a digit
 
 
-def operands(rng: np.random.Generator, digits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two numbers, one of exactly `digits` digits and one of at most as many, in any order."""
-    other = rng.integers(1, digits + 1)
-    sizes = np.where(rng.random(len(digits)) < 0.5, (digits, other), (other, digits))
-    low = np.where(sizes == 1, 0, 10 ** (sizes - 1))
-    first, second = rng.integers(low, 10**sizes)
-    return first, second
+def operands(
+    rng: np.random.Generator,
+    digits: np.ndarray,
+    partner: Callable[[np.ndarray, np.ndarray], np.ndarray],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Two numbers, one of exactly `digits` digits and one of at most as many, in any order.
+
+    One in five pairs lies near a partner, where random numbers hardly ever fall; in another fifth
+    the first number ends in nines.
+    """
+    kind, limit = rng.random(len(digits)), 10**digits
+    first = rng.integers(np.where(digits == 1, 0, limit // 10), limit)
+    rounded = 10 ** rng.integers(0, digits + 1)
+    first = np.where(kind < 0.2, first - first % rounded + rounded - 1, first)
+    size = 10 ** rng.integers(1, digits + 1)
+    second = rng.integers(np.where(size == 10, 0, size // 10), size)
+    distance = rng.integers(-1, 2, len(digits)) * rng.integers(0, 10 ** rng.integers(0, digits) + 1)
+    near = np.clip(partner(first, limit) + distance, 0, limit - 1)
+    second = np.where(kind > 0.8, near, second)
+    swap = rng.random(len(digits)) < 0.5
+    return np.where(swap, second, first), np.where(swap, first, second)
 
 
 def addition(rng: np.random.Generator, levels: np.ndarray) -> Question:
-    a, b = operands(rng, levels)
+    """Near pairs have sums about the next power of ten."""
+    a, b = operands(rng, levels, lambda first, limit: limit - first)
     n = len(levels)
     return [number(a), literal("+", n), number(b), literal("=", n)], [number(a + b)]
 
 
 def subtraction(rng: np.random.Generator, levels: np.ndarray) -> Question:
-    a, b = operands(rng, levels)
+    """Near pairs have differences about zero."""
+    a, b = operands(rng, levels, lambda first, limit: first)
     n = len(levels)
     minus = (literal("-", n)[0], (a < b).astype(np.int64))
     prompt = [number(a), literal("-", n), number(b), literal("=", n)]
     return prompt, [minus, number(abs(a - b))]
 
 
-def random_word(rng: np.random.Generator, lengths: np.ndarray) -> np.ndarray:
-    return rng.integers(ord("a"), ord("z") + 1, (len(lengths), MAX_LETTERS)).astype(np.uint8)
+def words(rng: np.random.Generator, few_letters: np.ndarray) -> np.ndarray:
+    """[n, MAX_LETTERS]: letters of the whole alphabet, or of 1 to 6 letters of it."""
+    n, shape = len(few_letters), (len(few_letters), MAX_LETTERS)
+    alphabet = ord("a") + rng.permuted(np.tile(np.arange(26), (n, 1)), axis=1).astype(np.uint8)
+    used = np.where(few_letters, rng.integers(1, 7, n), 26)
+    return np.take_along_axis(alphabet, rng.integers(0, used[:, None], shape), axis=1)
 
 
 def reverse(rng: np.random.Generator, levels: np.ndarray) -> Question:
-    n, word = len(levels), random_word(rng, levels)
+    n = len(levels)
+    word = words(rng, rng.random(n) < 0.2)
     backwards = np.maximum(levels[:, None] - 1 - np.arange(MAX_LETTERS), 0)
     answer = np.take_along_axis(word, backwards, axis=1)
     return [literal("rev:", n), (word, levels), literal("=", n)], [(answer, levels)]
 
 
 def sort(rng: np.random.Generator, levels: np.ndarray) -> Question:
-    n, word = len(levels), random_word(rng, levels)
+    n = len(levels)
+    word = words(rng, rng.random(n) < 0.4)
     answer = np.sort(np.where(np.arange(MAX_LETTERS) < levels[:, None], word, 255), axis=1)
     prompt = [literal("sort:", n), (word, levels), literal("=", n)]
-    return prompt, [(answer.astype(np.uint8), levels)]
+    return prompt, [(answer, levels)]
 
 
 def count(rng: np.random.Generator, levels: np.ndarray) -> Question:
-    """Words over 1 to 6 letters, so that counts vary; one asked letter in ten is absent."""
+    """Four words in five repeat few letters; one asked letter in ten is any letter."""
     n = len(levels)
-    alphabet = ord("a") + rng.permuted(np.tile(np.arange(26), (n, 1)), axis=1).astype(np.uint8)
-    used = rng.integers(1, 7, n)
-    word = rng.integers(0, used[:, None], (n, MAX_LETTERS))
+    word = words(rng, rng.random(n) < 0.8)
     occurring = word[np.arange(n), rng.integers(0, levels)]
-    asked = np.where(rng.random(n) < 0.1, used, occurring)
-    occurs = (word == asked[:, None]) & (np.arange(MAX_LETTERS) < levels[:, None])
-    asked = (np.take_along_axis(alphabet, asked[:, None], axis=1), np.ones(n, np.int64))
-    word = (np.take_along_axis(alphabet, word, axis=1), levels)
-    prompt = [literal("count:", n), asked, literal(",", n), word, literal("=", n)]
+    any_letter = rng.integers(ord("a"), ord("z") + 1, n).astype(np.uint8)
+    asked = np.where(rng.random(n) < 0.1, any_letter, occurring)[:, None]
+    occurs = (word == asked) & (np.arange(MAX_LETTERS) < levels[:, None])
+    asked = (asked, np.ones(n, np.int64))
+    prompt = [literal("count:", n), asked, literal(",", n), (word, levels), literal("=", n)]
     return prompt, [number(occurs.sum(1))]
 
 
