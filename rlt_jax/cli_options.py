@@ -3,13 +3,15 @@
 import argparse
 import dataclasses
 import json
+import shutil
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
+from rlt_jax.packaged_model import NAME as PACKAGED_MODEL
 from rlt_jax.sampling_params import SamplingParams
 
 Config = TypeVar("Config")
@@ -21,19 +23,66 @@ ENGINE_CONFIGS = {
     "exit_config": ExitConfig,
     "execution_config": ExecutionConfig,
 }
+_TITLES = {
+    CacheConfig: "KV cache",
+    SchedulerConfig: "scheduler",
+    ExitConfig: "exit policy",
+    ExecutionConfig: "execution",
+}
+_DEPTH_FIELDS = ("exit_threshold", "min_loops", "max_loops")
 
 # Fields whose own name is another class's flag.
 _FLAG_NAMES = {(ExitConfig, "mode"): "--exit-mode"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags are never abbreviated; a wrong one is one line on stderr and exit status 2."""
+    """Flags are never abbreviated; a wrong one is one line on stderr and exit status 2.
+
+    --help leaves out the flags in `advanced`; --help-all, where there are any, shows them.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        kwargs.setdefault("formatter_class", _HelpFormatter)
+        super().__init__(*args, allow_abbrev=False, add_help=False, **kwargs)
+        self.advanced: list[argparse.Action] = []
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"rlt-jax: error: {message}\n")
+
+    def add_general_flags(self):
+        """Adds the last group (--help and, where it shows more, --help-all) and returns it."""
+        group = self.add_argument_group("general")
+        group.add_argument("-h", "--help", action="help", help="show this help and exit")
+        if self.advanced:
+            text = "the same with the options of cache, scheduler, exit policy and execution"
+            group.add_argument("--help-all", action=_HelpAll, help=text)
+        return group
+
+    def format_help(self, everything: bool = False) -> str:
+        texts = [action.help for action in self.advanced]
+        try:
+            for action in self.advanced:
+                action.help = action.help if everything else argparse.SUPPRESS
+            # argparse gives the list of commands a line with their metavar.
+            return super().format_help().replace("\n  COMMAND\n", "\n")
+        finally:
+            for action, text in zip(self.advanced, texts):
+                action.help = text
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str):
+        width = min(shutil.get_terminal_size().columns, 100)
+        super().__init__(prog, max_help_position=32, width=width)
+
+
+class _HelpAll(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: Parser, *_: object) -> None:
+        print(parser.format_help(everything=True), end="")
+        parser.exit()
 
 
 def flag_name(config: type, field: str) -> str:
@@ -41,26 +90,48 @@ def flag_name(config: type, field: str) -> str:
     return _FLAG_NAMES.get((config, field), "--" + field.replace("_", "-"))
 
 
-def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """One flag for each field, with the help, choices and default that the field has."""
-    group = parser.add_argument_group(config.__name__, config.__doc__.splitlines()[0])
+def add_config_flags(
+    parser: argparse.ArgumentParser,
+    config: type,
+    title: str,
+    fields: Sequence[str],
+    defaults: Mapping[str, str] | None = None,
+) -> list[argparse.Action]:
+    """A group with a flag for each of the fields, with the help, choices and default it has.
+
+    defaults: what to say of a field's default instead.
+    """
+    group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config)
-    for field in dataclasses.fields(config):
-        text = field.metadata["help"].replace("%", "%%")
-        if field.default not in (None, ()):
-            text += f" (default: {field.default})"
-        group.add_argument(
-            flag_name(config, field.name),
-            dest=_destination(config, field.name),
-            default=argparse.SUPPRESS,  # only the flags that were given reach the config
-            help=text,
-            **_argument(hints[field.name], field.metadata.get("choices")),
+    described = {field.name: field for field in dataclasses.fields(config)}
+    actions = []
+    for name in fields:
+        field = described[name]
+        default = (defaults or {}).get(name, field.default)
+        text = field.metadata["help"].replace("(None: ", "(default: ")
+        if default is not None and default is not False and default != ():
+            text = f"{text[:-1]}; " if text.endswith(")") else f"{text} ("
+            text += f"default: {default})"
+        actions.append(
+            group.add_argument(
+                flag_name(config, name),
+                dest=_destination(config, name),
+                default=argparse.SUPPRESS,  # only the flags that were given reach the config
+                help=text.replace("%", "%%"),
+                **_argument(name, hints[name], field.metadata.get("choices")),
+            )
         )
+    return actions
 
 
-def config_from_flags(config: type[Config], arguments: argparse.Namespace) -> Config:
-    """The config that the flags given describe; raises its own ValueErrors."""
-    values = {}
+def config_from_flags(
+    config: type[Config], arguments: argparse.Namespace, **defaults: Any
+) -> Config:
+    """The config that the flags given describe; raises its own ValueErrors.
+
+    defaults: of fields whose flags were not given, instead of the config's own.
+    """
+    values = dict(defaults)
     for field in dataclasses.fields(config):
         destination = _destination(config, field.name)
         if destination in arguments:
@@ -68,11 +139,21 @@ def config_from_flags(config: type[Config], arguments: argparse.Namespace) -> Co
     return config(**values)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Everything that LLM takes: the model, how to run it, and the four configs."""
+def was_given(config: type, field: str, arguments: argparse.Namespace) -> bool:
+    """Whether the field's flag was on the command line."""
+    return _destination(config, field) in arguments
+
+
+def add_engine_flags(parser: Parser) -> None:
+    """Everything that LLM takes: the model, how to run it, and the four configs (--help-all)."""
     model = parser.add_argument_group("model")
-    model.add_argument("--model", required=True, help="a checkpoint's folder, or its hub id")
-    model.add_argument("--tokenizer", help="a folder or hub id of another tokenizer")
+    model.add_argument(
+        "--model",
+        default=PACKAGED_MODEL,
+        help=f"a checkpoint's folder, its hub id, or {PACKAGED_MODEL} (the default), which is"
+        " installed with rlt-jax",
+    )
+    model.add_argument("--tokenizer", metavar="FOLDER", help="another tokenizer (or its hub id)")
     model.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -80,10 +161,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--device", help="where to run: cpu, gpu, gpu:1, ... (default: JAX's)")
     model.add_argument(
-        "--total-ut-steps", type=int, help="run fewer loops than the model has, prompts included"
+        "--total-ut-steps",
+        type=int,
+        metavar="INT",
+        help="run fewer loops than the model has, prompts included",
     )
     for config in ENGINE_CONFIGS.values():
-        add_config_flags(parser, config)
+        fields = [field.name for field in dataclasses.fields(config)]
+        parser.advanced += add_config_flags(parser, config, _TITLES[config], fields)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -97,8 +182,12 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    add_config_flags(parser, SamplingParams)
+def add_sampling_flags(parser: Parser, defaults: Mapping[str, str] | None = None) -> None:
+    """SamplingParams: first how deep, then how sampled. defaults: as for add_config_flags."""
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    others = [name for name in names if name not in _DEPTH_FIELDS]
+    add_config_flags(parser, SamplingParams, "exit depth", _DEPTH_FIELDS, defaults)
+    add_config_flags(parser, SamplingParams, "sampling", others, defaults)
 
 
 def integers(text: str) -> list[int]:
@@ -138,18 +227,18 @@ def _destination(config: type, field: str) -> str:
     return f"{config.__name__}.{field}"
 
 
-def _argument(hint: Any, choices: tuple[str, ...] | None) -> dict[str, Any]:
-    """How argparse must read a field of this type."""
+def _argument(name: str, hint: Any, choices: tuple[str, ...] | None) -> dict[str, Any]:
+    """How argparse must read a field of this name and type."""
     if isinstance(hint, types.UnionType):  # X | None: leaving the flag out is None
         (hint,) = set(typing.get_args(hint)) - {types.NoneType}
     origin = typing.get_origin(hint) or hint
     if origin is bool:
         return {"action": argparse.BooleanOptionalAction}
+    if choices:
+        return {"type": origin, "choices": choices}
     if origin in (int, float, str):
-        return {
-            "type": origin,
-            **({"choices": choices} if choices else {"metavar": origin.__name__.upper()}),
-        }
+        metavar = "DIR" if name.endswith("_dir") else origin.__name__.upper()
+        return {"type": origin, "metavar": metavar}
     if origin is tuple:
         return {"type": integers, "action": "extend", "metavar": "INT[,INT...]"}
     if origin is Mapping:

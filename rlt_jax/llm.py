@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
 from rlt_jax.inputs import Prompt, check_prompts, check_request_ids, check_sampling_params
 from rlt_jax.outputs import RequestOutput
+from rlt_jax.packaged_model import NAME as PACKAGED_MODEL
 from rlt_jax.sampling_params import SamplingParams
 from rlt_jax.validation import fail
 
@@ -35,7 +36,10 @@ class GenerationError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class StreamIncrement:
-    """What is new about one request; joined, a request's increments are its RequestOutput."""
+    """What is new about one request; joined, a request's increments are its RequestOutput.
+
+    `output` is the request so far, this increment included.
+    """
 
     request_id: str
     text: str
@@ -44,6 +48,7 @@ class StreamIncrement:
     logprobs: tuple[float, ...] | None
     finished: bool
     finish_reason: str | None
+    output: RequestOutput
     error: str | None = None
 
 
@@ -51,7 +56,8 @@ class LLM:
     """A model that is loaded and ready; close() it, or use it as a context manager.
 
     Args:
-      model: a checkpoint's folder, or its id on the Hugging Face hub.
+      model: a checkpoint's folder, its id on the Hugging Face hub, or "ouro-tiny", the small
+        trained model that is installed with the package.
       tokenizer: another one than the checkpoint's own: a folder, a hub id or a Tokenizer.
       dtype: "float32" or "bfloat16" (None: bfloat16 on a GPU, float32 on a CPU).
       device: "cpu", "gpu" or "gpu:1", say (None: JAX's first).
@@ -63,7 +69,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | os.PathLike,
+        model: str | os.PathLike = PACKAGED_MODEL,
         *,
         tokenizer: "Tokenizer | str | os.PathLike | None" = None,
         dtype: str | None = None,
@@ -181,21 +187,36 @@ class LLM:
 
         `enable_thinking` reaches the template, which may know it; None does not.
         """
+        prompts = self._chat_prompts(messages, enable_thinking, add_generation_prompt)
+        return self.generate(prompts, sampling_params, request_ids=request_ids)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        enable_thinking: bool | None = None,
+        add_generation_prompt: bool = True,
+        request_ids: Sequence[str] | None = None,
+    ) -> Iterator[StreamIncrement]:
+        """Like chat(), but an iterator over what each step adds, as stream() gives it."""
+        prompts = self._chat_prompts(messages, enable_thinking, add_generation_prompt)
+        return self.stream(prompts, sampling_params, request_ids=request_ids)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        enable_thinking: bool | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The token ids that chat() makes of one conversation."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             fail("LLM.tokenizer", None, "chat() needs a tokenizer with a chat template")
-        if not isinstance(messages, (list, tuple)) or not messages:
-            fail("messages", messages, "must be a non-empty list of messages or conversations")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
         variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        prompts = [
-            tokenizer.encode(
-                tokenizer.render_chat(conversation, add_generation_prompt, **variables),
-                add_special_tokens=False,
-            )
-            for conversation in conversations
-        ]
-        return self.generate(prompts, sampling_params, request_ids=request_ids)
+        text = tokenizer.render_chat(messages, add_generation_prompt, **variables)
+        return tokenizer.encode(text, add_special_tokens=False)
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters."""
@@ -205,6 +226,21 @@ class LLM:
         if self._engine is None:
             raise RuntimeError("LLM: it is closed; make a new one")
         return self._engine
+
+    def _chat_prompts(
+        self, messages: object, enable_thinking: bool | None, add_generation_prompt: bool
+    ) -> list[list[int]]:
+        if not isinstance(messages, (list, tuple)) or not messages:
+            fail("messages", messages, "must be a non-empty list of messages or conversations")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        return [
+            self.encode_chat(
+                conversation,
+                enable_thinking=enable_thinking,
+                add_generation_prompt=add_generation_prompt,
+            )
+            for conversation in conversations
+        ]
 
     def _check_requests(
         self, prompts: object, sampling_params: object, request_ids: object
@@ -264,7 +300,7 @@ _last_lock = threading.RLock()
 
 def generate(
     prompts: Prompt | Sequence[Prompt],
-    model: str | os.PathLike,
+    model: str | os.PathLike = PACKAGED_MODEL,
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     request_ids: Sequence[str] | None = None,
@@ -322,6 +358,7 @@ def _increment(before: RequestOutput | None, output: RequestOutput) -> StreamInc
         logprobs=None if output.logprobs is None else output.logprobs[count:],
         finished=output.finished,
         finish_reason=output.finish_reason,
+        output=output,
         error=output.error,
     )
 
