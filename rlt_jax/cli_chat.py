@@ -62,7 +62,9 @@ def run_chat(options: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    console, notes = Console(file=sys.stdout), Console(stderr=True)
+    from rlt_jax.terminal import AnswerConsole
+
+    console, notes = AnswerConsole(), Console(stderr=True)
     config_from_flags(SamplingParams, options)  # a bad flag must not wait for the model
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     out = sys.stdout
@@ -163,7 +165,9 @@ class Chat:
             self._note("stopped")
         except (ValueError, GenerationError) as error:
             line = " ".join(str(error).split())
-            self._notes.print(f"rlt-jax: error: {line}", markup=False, soft_wrap=True)
+            self._notes.print(
+                f"rlt-jax: error: {line}", markup=False, highlight=False, soft_wrap=True
+            )
             if self.messages:
                 self._note("the conversation is as before; /reset begins a new one")
             return False

@@ -96,9 +96,9 @@ def run_generate(
     """
     from rich.console import Console
 
-    from rlt_jax.terminal import AnswerWriter, print_summary
+    from rlt_jax.terminal import AnswerConsole, AnswerWriter, print_summary
 
-    console = console or Console(file=sys.stdout)  # sys.stdout itself is redirected below
+    console = console or AnswerConsole()  # sys.stdout itself is redirected below
     notes = notes or Console(stderr=True)
     prompts = _prompts(options)
     params = config_from_flags(SamplingParams, options)

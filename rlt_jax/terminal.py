@@ -1,6 +1,7 @@
 """What answers look like: tokens coloured by exit depth, a legend, a line that sums up."""
 
 import re
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from rlt_jax.tokenizer import REPLACEMENT, IncrementalDecoder, Tokenizer
 # Characters that would steer the terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # From the first loop to the last: readable on dark and on light, and apart for the colour-blind.
-_RAMP = ((0x1F, 0xA8, 0x8E), (0x3A, 0x86, 0xE0), (0xA8, 0x5F, 0xD8), (0xE8, 0x6A, 0x33))
+_RAMP = ((0x1F, 0xA8, 0x8E), (0x3A, 0x86, 0xE0), (0xB8, 0x58, 0xD0), (0xE8, 0x6A, 0x33))
 
 
 def visible(text: str) -> str:
@@ -30,6 +31,17 @@ def depth_style(depth: int, full_depth: int) -> Style:
     low = min(int(place), len(_RAMP) - 2)
     mixed = (round(a + (b - a) * (place - low)) for a, b in zip(_RAMP[low], _RAMP[low + 1]))
     return Style(color="#{:02x}{:02x}{:02x}".format(*mixed))
+
+
+class AnswerConsole(Console):
+    """Where answers go: standard output, as it is now."""
+
+    def __init__(self):
+        super().__init__(file=sys.stdout, highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        """Called while BrokenPipeError is handled; rich itself would end the process here."""
+        raise
 
 
 class TokenTexts:

@@ -285,6 +285,15 @@ def test_joined_increments_equal_the_outputs(llm):
     assert order != sorted(order, key=ids.index)  # the requests really ran side by side
 
 
+def test_increments_carry_the_output_so_far(llm):
+    tokens, text = (), ""
+    for step in llm.stream("a", ADAPTIVE):
+        tokens, text = tokens + step.token_ids, text + step.text
+        assert (step.output.token_ids, step.output.text) == (tokens, text)
+        assert step.output.finished == step.finished
+    assert len(tokens) == 12
+
+
 def test_without_logprobs_increments_have_none(llm):
     assert {step.logprobs for step in llm.stream("a", ADAPTIVE)} == {None}
 
@@ -342,6 +351,21 @@ def test_chat_answers_the_rendered_conversation(llm):
     assert answers(llm.chat([messages, messages], ADAPTIVE)) == expected * 2
 
 
+def test_stream_chat_gives_what_chat_answers_step_by_step(llm):
+    chats = [[{"role": "user", "content": text}] for text in ("Hi", "Ho")]
+    outputs = llm.chat(chats, ADAPTIVE, request_ids=["a", "b"])
+    texts = {"a": "", "b": ""}
+    for step in llm.stream_chat(chats, ADAPTIVE, request_ids=["a", "b"]):
+        texts[step.request_id] += step.text
+    assert list(texts.values()) == [output.text for output in outputs]
+    (prompt,) = {
+        step.output.prompt_token_ids
+        for step in llm.stream_chat(chats[0], ADAPTIVE, add_generation_prompt=False)
+    }
+    assert list(prompt) == llm.encode_chat(chats[0], add_generation_prompt=False)
+    assert llm.encode_chat(chats[1]) == list(outputs[1].prompt_token_ids)
+
+
 def test_chat_can_leave_the_generation_prompt_out(llm):
     messages = [{"role": "user", "content": "Hi"}]
     (output,) = llm.chat(messages, ADAPTIVE, add_generation_prompt=False)
@@ -368,9 +392,10 @@ def test_enable_thinking_reaches_the_template(checkpoint, tmp_path, value, seen)
         ([[{"role": "user", "content": "x"}], []], "messages = []: must be a non-empty list"),
     ],
 )
-def test_malformed_messages_are_refused(llm, messages, message):
+@pytest.mark.parametrize("method", ["chat", "stream_chat"])
+def test_malformed_messages_are_refused(llm, method, messages, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        llm.chat(messages)
+        getattr(llm, method)(messages)
 
 
 def test_a_model_without_tokenizer_takes_and_gives_token_ids_only(checkpoint, tmp_path, alone):

@@ -41,11 +41,13 @@ def answers(outputs):
         lambda llm: llm.generate("a"),
         lambda llm: llm.stream("a"),
         lambda llm: llm.chat([{"role": "user", "content": "x"}]),
+        lambda llm: llm.stream_chat([{"role": "user", "content": "x"}]),
+        lambda llm: llm.encode_chat([{"role": "user", "content": "x"}]),
         lambda llm: llm.stats(),
         lambda llm: llm.engine,
         lambda llm: llm.__enter__(),
     ],
-    ids=["generate", "stream", "chat", "stats", "engine", "with"],
+    ids=["generate", "stream", "chat", "stream_chat", "encode_chat", "stats", "engine", "with"],
 )
 def test_a_closed_llm_says_so(closed_llm, use):
     with pytest.raises(RuntimeError, match="LLM: it is closed"):
@@ -140,6 +142,15 @@ def test_generate_answers_as_an_llm_and_keeps_the_model(checkpoint, engines):
     (output,) = rlt_jax.generate("a", model=checkpoint, request_ids=["x"], **equal)
     assert output.request_id == "x"
     assert len(engines) == 1
+
+
+def test_without_a_model_the_packaged_one_answers(checkpoint, engines, monkeypatch):
+    where = "rlt_jax.checkpoints_convert.checkpoint.packaged_folder"
+    monkeypatch.setattr(where, lambda: checkpoint)
+    expected = answers(rlt_jax.generate("a", checkpoint, ADAPTIVE, **OPTIONS))
+    assert answers(rlt_jax.generate("a", sampling_params=ADAPTIVE, **OPTIONS)) == expected
+    with LLM(**OPTIONS) as llm:
+        assert answers(llm.generate("a", ADAPTIVE)) == expected
 
 
 def test_generate_with_other_options_closes_the_model_it_kept(checkpoint, engines):

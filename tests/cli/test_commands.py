@@ -1,101 +1,22 @@
-"""The command line: its commands, output, errors and exit statuses."""
+"""The command line: help, errors, exit statuses, and the commands about checkpoints."""
 
-import dataclasses
-import io
-import json
 import os
-import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 import rlt_jax
-from examples.make_random_checkpoint import make_random_checkpoint
-from rlt_jax import LLM, CacheConfig, ExecutionConfig, SamplingParams, SchedulerConfig
-from rlt_jax.cli import main
-from rlt_jax.engine.types import BatchError
 from rlt_jax.llm_engine import LLMEngine
 from rlt_jax.runtime.runner import Runner
-from rlt_jax.tokenizer import Tokenizer
-
-TINY = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16, "intermediate": 48}
-# The programs of all tests are the same few.
-SMALL = ["--num-blocks=256", "--max-num-seqs=4", "--min-row-bucket=4", "--min-prefill-bucket=8"]
-ADAPTIVE = ["--max-tokens=12", "--exit-threshold=0.5", "--ignore-eos"]
-ADAPTIVE_PARAMS = SamplingParams(max_tokens=12, exit_threshold=0.5, ignore_eos=True)
-PROMPTS = ["Hello", "the quick brown fox"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cli") / "tiny"
-    return str(make_random_checkpoint(folder, max_positions=64, dtype="float32", **TINY))
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint):
-    """What the Python interface answers to PROMPTS."""
-    with LLM(checkpoint, **_small_configs()) as llm:
-        return llm.generate(PROMPTS, ADAPTIVE_PARAMS)
-
-
-def _small_configs():
-    return {
-        "cache_config": CacheConfig(num_blocks=256),
-        "scheduler_config": SchedulerConfig(max_num_seqs=4),
-        "execution_config": ExecutionConfig(min_row_bucket=4, min_prefill_bucket=8),
-    }
-
-
-@pytest.fixture
-def cli(capsys):
-    """Runs a command; returns its exit status, stdout and stderr."""
-
-    def run(*arguments):
-        try:
-            status = main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            status = stop.code
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture
-def generate(cli, checkpoint):
-    def run(*arguments):
-        return cli("generate", "--model", checkpoint, *SMALL, *ADAPTIVE, *arguments)
-
-    return run
-
-
-@pytest.fixture
-def tokenizer(checkpoint):
-    return Tokenizer.from_folder(checkpoint)
-
-
-def prompt_flags(prompts=PROMPTS):
-    return [part for prompt in prompts for part in ("--prompt", prompt)]
-
-
-def assert_one_error_line(result, message):
-    status, out, err = result
-    assert status == 2
-    assert out == ""
-    assert err.startswith("rlt-jax: error: ")
-    assert err.count("\n") == 1 and err.endswith("\n")
-    assert message in err
-
+from tests.cli.support import ADAPTIVE, SMALL, assert_one_error_line, parse_lines, prompt_flags
 
 # Errors: one line, exit status 2.
 
 BAD_COMMANDS = [
-    ([], "required: COMMAND"),
     (["nope"], "invalid choice: 'nope'"),
-    (["generate", "--prompt=a"], "required: --model"),
     (["generate", "--model=m", "--nope"], "unrecognized arguments: --nope"),
     (["generate", "--model=m", "--max-tok=3"], "unrecognized arguments: --max-tok=3"),
     (["generate", "--model=m", "--speculative-config=x"], "unrecognized arguments"),
@@ -196,135 +117,6 @@ def test_a_reader_that_stops_reading_is_no_error_message(checkpoint, flags):
     assert (result.returncode, result.stderr) == (1, b"")
 
 
-# generate
-
-
-def parse_lines(out):
-    assert out.endswith("\n")
-    return [json.loads(line) for line in out[:-1].split("\n")]
-
-
-def test_json_is_one_object_per_prompt_in_order_and_nothing_else(generate, expected):
-    status, out, _ = generate(*prompt_flags(), "--json", "--seed=7", "--verbose")
-    objects = parse_lines(out)
-    assert status == 0
-    assert [one["prompt"] for one in objects] == PROMPTS
-    for one, output in zip(objects, expected, strict=True):
-        want = json.loads(json.dumps(dataclasses.asdict(output)))
-        assert one["sampling_params"]["seed"] == 7
-        assert set(one) == {*want, "prompt"}
-        for name in set(want) - {"metrics", "sampling_params"}:
-            assert one[name] == want[name], name
-
-
-def test_what_libraries_print_does_not_mix_with_json(generate, monkeypatch):
-    init = LLMEngine.__init__
-
-    def noisy(*args, **kwargs):
-        print("loading!")
-        init(*args, **kwargs)
-
-    monkeypatch.setattr(LLMEngine, "__init__", noisy)
-    status, out, err = generate("--prompt=a", "--json")
-    assert status == 0
-    assert len(parse_lines(out)) == 1
-    assert "loading!" in err
-
-
-def test_json_has_no_infinities(generate, monkeypatch):
-    generate_ = LLM.generate
-
-    def infinite(*args, **kwargs):
-        outputs = generate_(*args, **kwargs)
-        return [dataclasses.replace(o, logprobs=(float("-inf"), -1.0)) for o in outputs]
-
-    monkeypatch.setattr(LLM, "generate", infinite)
-    _, out, _ = generate("--prompt=a", "--json", "--logprobs=0")
-    assert "Infinity" not in out
-    assert parse_lines(out)[0]["logprobs"] == [None, -1.0]
-
-
-def test_text_shows_prompts_answers_and_a_summary(generate, expected):
-    status, out, err = generate(*prompt_flags())
-    assert (status, err) == (0, "")
-    visible = out.replace("\N{REPLACEMENT CHARACTER}", "")
-    for prompt, output in zip(PROMPTS, expected):
-        text = "".join(c for c in output.text if c == "\n" or c.isprintable())
-        assert prompt + text.replace("\N{REPLACEMENT CHARACTER}", "") in visible
-    depths = [depth for output in expected for depth in output.exit_depths]
-    summary = out.splitlines()[-1]
-    assert summary.startswith("2 prompts, 24 tokens in ")
-    assert " tokens/s, " in summary
-    assert summary.endswith(f"mean depth {sum(depths) / len(depths):.2f} of 4")
-
-
-def test_text_cannot_steer_the_terminal(generate, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "decode", lambda *_: "red \x1b[31m bell \x07 csi \x9b1m line\n")
-    _, out, _ = generate("--prompt=a")
-    assert not set(out) & {"\x1b", "\x07", "\x9b"}
-    assert "red \N{REPLACEMENT CHARACTER}[31m bell" in out
-
-
-def test_verbose_tells_where_the_time_went_and_how_memory_was_planned(generate):
-    _, out, err = generate("--prompt=a", "--verbose", "--json")
-    total, *lines = err.splitlines()
-    split = next(i for i, line in enumerate(lines) if line.startswith("KV pool: "))
-    phases, (pool, answering, *compiled) = lines[:split], lines[split:]
-    assert re.match(r"KV pool: \d+ blocks of \d+ tokens, .* at most \d+ executables", pool)
-    assert f"compiling {len(compiled)} programs" in answering
-    seconds = float(total.removeprefix("start-up: ").removesuffix(" s"))
-    times = {line[2:26].strip(): float(line[26:].removesuffix(" s")) for line in phases}
-    assert {"import", "load weights", "other"} < set(times)
-    assert sum(times.values()) == pytest.approx(seconds, abs=0.01 * len(times))
-    assert len(parse_lines(out)) == 1
-
-
-def test_prompts_come_from_flags_ids_and_files_in_order(generate, tokenizer, tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_text("one\n\nzwölf\r\n", encoding="utf-8")
-    ids = tokenizer.encode("ids")
-    _, out, _ = generate(
-        "--prompt=first",
-        f"--prompt-file={file}",
-        "--prompt-token-ids=" + ",".join(map(str, ids)),
-        "--json",
-    )
-    objects = parse_lines(out)
-    assert [one["prompt"] for one in objects] == ["first", "one", "zwölf", None]
-    assert objects[-1]["prompt_token_ids"] == ids
-
-
-def test_prompts_come_from_standard_input(generate, monkeypatch, expected):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(PROMPTS)))
-    _, out, _ = generate("--prompt-file=-", "--json")
-    assert [one["token_ids"] for one in parse_lines(out)] == [list(o.token_ids) for o in expected]
-
-
-def test_chat_goes_through_the_template(generate, tokenizer):
-    _, out, _ = generate("--prompt=Hi", "--chat", "--no-enable-thinking", "--json")
-    ids = parse_lines(out)[0]["prompt_token_ids"]
-    rendered = tokenizer.render_chat([{"role": "user", "content": "Hi"}])
-    assert tokenizer.decode(ids, skip_special_tokens=False) == rendered
-
-
-def test_a_failed_request_costs_no_other_its_answer(generate, monkeypatch, expected):
-    submit, first = Runner.submit, []
-
-    def failing(runner, batch):
-        first.append(batch.rows[0].generation)
-        if any(row.generation != first[0] for row in batch.rows):
-            raise BatchError("out of luck")
-        return submit(runner, batch)
-
-    monkeypatch.setattr(Runner, "submit", failing)
-    status, out, err = generate(*prompt_flags(), "--max-num-seqs=1", "--json")
-    objects = parse_lines(out)
-    assert status == 2
-    assert err.endswith("rlt-jax: error: request '1': out of luck\n")
-    assert [one["error"] for one in objects] == [None, "out of luck"]
-    assert objects[0]["token_ids"] == list(expected[0].token_ids)
-
-
 # The other commands
 
 
@@ -373,6 +165,65 @@ def test_convert_casts_to_the_dtype_asked_for(cli, checkpoint, tmp_path):
     cli("convert", checkpoint, tmp_path / "half", "--dtype=bfloat16")
     _, out, _ = cli("inspect", tmp_path / "half", "--json")
     assert set(parse_lines(out)[0]["dtypes"]) == {"bfloat16"}
+
+
+# The packaged model
+
+
+@pytest.fixture
+def packaged(monkeypatch):
+    """Puts a folder in the place of the packaged model."""
+    return lambda folder: monkeypatch.setattr(
+        "rlt_jax.checkpoints_convert.checkpoint.packaged_folder", lambda: Path(folder)
+    )
+
+
+def test_generate_takes_the_packaged_model_by_default(cli, packaged, checkpoint, expected):
+    packaged(checkpoint)
+    status, out, _ = cli("generate", *SMALL, *ADAPTIVE, *prompt_flags(), "--json")
+    assert status == 0
+    assert [one["token_ids"] for one in parse_lines(out)] == [list(o.token_ids) for o in expected]
+    assert cli("inspect", "ouro-tiny") == cli("inspect", checkpoint)
+
+
+def test_a_missing_packaged_model_is_one_line(cli, packaged, tmp_path):
+    packaged(tmp_path)
+    assert_one_error_line(cli("generate", "--prompt=a"), "has no packaged model")
+
+
+# Help
+
+
+def test_without_a_command_it_prints_its_help(cli):
+    status, out, err = cli()
+    assert (status, err) == (0, "")
+    assert cli("--help") == (0, out, "")
+    for command in ("generate", "chat", "inspect", "convert", "export"):
+        assert f"    {command} " in out
+    assert "examples:\n  rlt-jax generate" in out
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "inspect", "convert", "export"])
+def test_every_command_has_a_short_help_that_ends_with_examples(cli, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "100")
+    status, out, _ = cli(command, "--help")
+    assert status == 0
+    lines = out.splitlines()
+    assert len(lines) <= 64
+    assert max(map(len, lines)) <= 100
+    examples = lines[lines.index("examples:") + 1 :]
+    assert f"rlt-jax {command} " in examples[0]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_help_all_shows_what_help_leaves_out(cli, command):
+    _, short, _ = cli(command, "--help")
+    status, out, _ = cli(command, "--help-all")
+    assert status == 0
+    for flag in ("--block-size", "--max-num-seqs", "--exit-mode", "--kernels"):
+        assert f"\n  {flag} " in out
+        assert flag not in short
+    assert set(short.split()) < set(out.split())
 
 
 def test_version_is_the_packages(cli):

@@ -1,0 +1,52 @@
+"""Flags under which the tests of the command line run the same few compiled programs, and checks
+that they share."""
+
+import io
+import json
+
+from rlt_jax import CacheConfig, ExecutionConfig, SamplingParams, SchedulerConfig
+
+TINY = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16, "intermediate": 48}
+SMALL = ["--num-blocks=256", "--max-num-seqs=4", "--min-row-bucket=4", "--min-prefill-bucket=8"]
+ADAPTIVE = ["--max-tokens=12", "--exit-threshold=0.5", "--ignore-eos"]
+ADAPTIVE_PARAMS = SamplingParams(max_tokens=12, exit_threshold=0.5, ignore_eos=True)
+PROMPTS = ["Hello", "the quick brown fox"]
+
+
+def small_configs():
+    return {
+        "cache_config": CacheConfig(num_blocks=256),
+        "scheduler_config": SchedulerConfig(max_num_seqs=4),
+        "execution_config": ExecutionConfig(min_row_bucket=4, min_prefill_bucket=8),
+    }
+
+
+class Typed(io.StringIO):
+    """Standard input at a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def prompt_flags(prompts=PROMPTS):
+    return [part for prompt in prompts for part in ("--prompt", prompt)]
+
+
+def parse_lines(out):
+    assert out.endswith("\n")
+    return [json.loads(line) for line in out[:-1].split("\n")]
+
+
+def assert_one_error_line(result, message):
+    status, out, err = result
+    assert status == 2
+    assert out == ""
+    assert err.startswith("rlt-jax: error: ")
+    assert err.count("\n") == 1 and err.endswith("\n")
+    assert message in err
+
+
+def neutral(text):
+    """A text as it is shown: whatever would steer the terminal replaced."""
+    replaced = "\N{REPLACEMENT CHARACTER}"
+    return "".join(c if c in "\n\t" or c.isprintable() else replaced for c in text)
