@@ -1,0 +1,346 @@
+"""The memory plan: how many KV blocks, and that programs need no memory in step with the pool."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rlt_jax.assembly import plan_buckets
+from rlt_jax.config import CacheConfig, ExecutionConfig, SchedulerConfig
+from rlt_jax.models.ouro import DTypePolicy, OuroConfig
+from rlt_jax.runtime import memory_plan
+from rlt_jax.runtime.compilation import Buckets, Programs
+from rlt_jax.runtime.device_state import abstract_state, tree_bytes
+from rlt_jax.runtime.memory_plan import MemoryPlan, plan_memory
+from rlt_jax.runtime.programs import Kind, ProgramSpec
+from tests import support
+from tests.reference.checkpoints import tensor_shapes
+
+CPU = jax.devices("cpu")[0]
+BUCKETS = Buckets(rows=(1, 2, 4, 8), tiles=(1, 2, 4, 8, 16))
+GIB = 2**30
+
+OURO_1_4B = OuroConfig(
+    vocab_size=49152,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    head_dim=128,
+    max_position_embeddings=65536,
+    total_ut_steps=4,
+)
+BLOCK = 3_145_728  # 24 layers * 16 tokens * 16 heads * 128 * (K and V) * 2 bytes
+
+
+def plan(
+    model: OuroConfig = OURO_1_4B, dtype="bfloat16", slots: int = 8, device=CPU, **cache
+) -> MemoryPlan:
+    return plan_memory(model, DTypePolicy(dtype), CacheConfig(**cache), slots, BUCKETS, device)
+
+
+def tiny(**fields) -> OuroConfig:
+    """Blocks of `block_size` tokens take 64 bytes a token in f32."""
+    sizes = {
+        "vocab_size": 11,
+        "hidden_size": 8,
+        "intermediate_size": 6,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "max_position_embeddings": 100,
+        "total_ut_steps": 3,
+    }
+    return OuroConfig(**{**sizes, **fields})
+
+
+def pool_bytes(planned: MemoryPlan, model: OuroConfig, dtype: str, slots: int = 8) -> int:
+    """What the device state really allocates."""
+    shape = planned.state_shape(slots, model.max_position_embeddings)
+    return tree_bytes(abstract_state(model, DTypePolicy(dtype), shape).kv)
+
+
+# --- numbers by hand -----------------------------------------------------------------------------
+
+
+def test_ouro_1_4b_by_hand():
+    planned = plan(kv_cache_memory_bytes=10 * GIB)
+    assert planned.bytes_per_block == BLOCK
+    assert planned.planes * planned.bytes_per_block / 16 == 786_432  # a token, LAST_EXITED
+    assert planned.useful_blocks == 4096 * 4 * 8
+    assert planned.num_blocks == 3412  # 10 GiB hold 3,413.3 blocks: 853 pages at 4 depths
+    assert planned.num_pages == 853
+    assert planned.kv_bytes == 3412 * BLOCK
+    layer = 4 * 2048 * 2048 + 3 * 2048 * 5632 + 4 * 2048
+    weights = 2 * 49152 * 2048 + 24 * layer + 2048 + 2048 + 1
+    assert planned.weight_bytes == 2 * weights == 2_869_305_346
+
+
+def test_ouro_1_4b_shared_by_hand():
+    planned = plan(kv_cache_memory_bytes=10 * GIB, layout="shared")
+    assert (planned.bytes_per_block, planned.planes) == (BLOCK, 1)
+    assert planned.useful_blocks == 4096 * 8
+    assert planned.num_blocks == planned.num_pages == 3413
+
+
+@pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_bytes_of_a_block_and_of_the_weights(dtype, size, block_size):
+    model = tiny()
+    planned = plan(model, dtype, num_blocks=12, block_size=block_size)
+    assert planned.bytes_per_block == 2 * 2 * block_size * 1 * 4 * size
+    shapes = tensor_shapes(dataclasses.asdict(model))
+    count = sum(jnp.zeros(shape).size for shape in shapes.values())
+    assert planned.weight_bytes == count * size
+
+
+# --- where the number of blocks comes from -------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout, planes", [("last_exited", 4), ("shared", 1)])
+@pytest.mark.parametrize("num_blocks", [4, 5, 7, 8, 1_000_003])
+def test_num_blocks_is_taken_in_whole_pages_and_never_capped(layout, planes, num_blocks):
+    planned = plan(slots=1, num_blocks=num_blocks, layout=layout)
+    assert planned.source == "num_blocks"
+    assert planned.num_blocks == num_blocks // planes * planes
+    assert planned.num_pages == num_blocks // planes
+    assert planned.kv_bytes == planned.num_blocks * BLOCK
+
+
+@pytest.mark.parametrize("layout, planes", [("last_exited", 4), ("shared", 1)])
+@pytest.mark.parametrize("pages, extra", [(1, 0), (1, 1), (2, -1), (2, 0), (50, 17)])
+def test_kv_cache_memory_bytes_is_never_exceeded(layout, planes, pages, extra):
+    allowed = pages * planes * BLOCK + extra
+    planned = plan(kv_cache_memory_bytes=allowed, layout=layout)
+    assert planned.source == "kv_cache_memory_bytes"
+    assert planned.num_pages == allowed // (planes * BLOCK)
+    assert planned.kv_bytes <= allowed < planned.kv_bytes + planes * BLOCK
+
+
+def test_kv_cache_memory_bytes_is_capped_at_the_useful_capacity():
+    planned = plan(tiny(), "float32", slots=3, kv_cache_memory_bytes=10 * GIB, block_size=16)
+    assert planned.useful_blocks == 7 * 3 * 3  # 100 positions in 7 pages, 3 depths, 3 requests
+    assert planned.num_blocks == planned.useful_blocks
+
+
+def test_cpu_default_is_the_useful_capacity():
+    planned = plan(tiny(), "float32", slots=3, block_size=16)
+    assert planned.source == "cpu_default"
+    assert planned.num_blocks == planned.useful_blocks == 63
+    planned = plan(tiny(), "float32", slots=3, block_size=16, layout="shared")
+    assert planned.num_blocks == planned.useful_blocks == 21
+
+
+def test_cpu_default_is_at_most_a_gibibyte():
+    planned = plan()
+    assert planned.source == "cpu_default"
+    assert planned.num_blocks == 340  # 1 GiB holds 341.3 blocks: 85 pages at 4 depths
+    assert planned.kv_bytes == 1_069_547_520 <= GIB
+    assert plan(layout="shared").num_blocks == 341
+
+
+@pytest.mark.parametrize("layout", ["last_exited", "shared"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "cache",
+    [{}, {"num_blocks": 13}, {"kv_cache_memory_bytes": 12_345, "block_size": 3}],
+    ids=["default", "num_blocks", "bytes"],
+)
+def test_the_plan_is_what_the_device_state_allocates(layout, dtype, cache):
+    model = tiny()
+    planned = plan(model, dtype, layout=layout, **cache)
+    assert pool_bytes(planned, model, dtype) == planned.kv_bytes
+    assert planned.num_blocks == planned.num_pages * planned.planes
+
+
+@pytest.mark.parametrize(
+    "max_positions, block_size, num_pages, width",
+    [
+        (100, 16, 1000, 7),  # enough for the longest request: 100 / 16, rounded up
+        (96, 16, 1000, 6),
+        (97, 16, 1000, 7),
+        (100, 16, 7, 7),
+        (100, 16, 5, 5),  # no request can use more pages than there are
+        (100, 1, 1000, 100),
+        (5, 16, 1000, 1),
+    ],
+)
+def test_table_width(max_positions, block_size, num_pages, width):
+    planned = plan(tiny(), num_blocks=3 * num_pages, block_size=block_size)
+    shape = planned.state_shape(6, max_positions)
+    assert (shape.table_width, shape.num_pages) == (width, num_pages)
+    assert (shape.num_slots, shape.planes, shape.block_size) == (6, 3, block_size)
+
+
+@pytest.mark.parametrize(
+    "cache, blocks, source, least",
+    [
+        ({"num_blocks": 3}, 3, "num_blocks", 4),
+        ({"kv_cache_memory_bytes": 4 * BLOCK - 1}, 3, "kv_cache_memory_bytes", 4),
+        ({"kv_cache_memory_bytes": 1}, 0, "kv_cache_memory_bytes", 4),
+        ({"kv_cache_memory_bytes": BLOCK - 1, "layout": "shared"}, 0, "kv_cache_memory_bytes", 1),
+        ({"block_size": 2048}, 2, "cpu_default", 4),  # 128 times BLOCK each
+    ],
+)
+def test_a_pool_without_a_page_is_refused_with_value_and_rule(cache, blocks, source, least):
+    with pytest.raises(ValueError, match=f"holds {blocks} blocks") as error:
+        plan(**cache)
+    assert source in str(error.value) and f"must be >= {least}" in str(error.value)
+
+
+# --- a device with memory of its own -------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeGPU:
+    bytes_limit: int
+    platform: str = "gpu"
+
+    def memory_stats(self):
+        return {"bytes_limit": self.bytes_limit}
+
+
+@dataclasses.dataclass
+class FakeAnalysis:
+    temp_size_in_bytes: int
+
+
+class FakePrograms:
+    """Notes what is compiled; a prefill is said to need the most temporaries."""
+
+    asked: tuple = ()
+    temporaries = 700_000_000
+
+    def __init__(self, spec, buckets, device):
+        FakePrograms.spec, FakePrograms.asked = spec, ()
+
+    def prefetch(self, keys):
+        FakePrograms.asked = tuple(keys)
+
+    def get(self, kind, bucket):
+        assert (kind, bucket) in FakePrograms.asked
+        return self
+
+    def memory_analysis(self):
+        FakePrograms.temporaries -= 1
+        return FakeAnalysis(FakePrograms.temporaries + 1)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A GPU of 100 GB whose allocator may take 92 % of it."""
+    monkeypatch.setattr(memory_plan, "Programs", FakePrograms)
+    monkeypatch.setattr(FakePrograms, "temporaries", 700_000_000)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    return FakeGPU(92_000_000_000)
+
+
+@pytest.mark.parametrize(
+    "utilization, budget",
+    [(0.5, 50_000_000_000), (0.9, 90_000_000_000), (1.0, 92_000_000_000)],  # the allocator's limit
+)
+def test_device_plan_is_budget_less_weights_temporaries_slots_and_reserve(
+    fake_gpu, utilization, budget
+):
+    planned = plan(
+        slots=128,
+        device=fake_gpu,
+        gpu_memory_utilization=utilization,
+        memory_reserve_bytes=1_000_000_000,
+    )
+    assert planned.source == "device_memory"
+    assert abs(planned.budget_bytes - budget) <= 1
+    assert planned.reserve_bytes == 1_000_000_000
+    # Hidden state, last token, block table of 4,096 pages, temperature, top_k, top_p, seed.
+    slots = 128 * (2048 * 2 + 4 + 4096 * 4 + 4 + 4 + 4 + 8)
+    assert planned.temporary_bytes == 700_000_000 + slots
+    free = planned.budget_bytes - 2_869_305_346 - 700_000_000 - slots - 1_000_000_000
+    assert planned.num_pages == free // BLOCK // 4
+    assert planned.kv_bytes <= free < planned.kv_bytes + 4 * BLOCK
+
+
+def test_device_plan_compiles_the_largest_buckets_with_the_least_pool(fake_gpu):
+    plan(slots=128, device=fake_gpu)
+    shape = FakePrograms.spec.shape
+    assert (shape.num_pages, shape.planes, shape.table_width) == (1, 4, 4096)
+    largest = {Kind.PREFILL: 16, Kind.RECURRENT_GATED: 8, Kind.CODA_SAMPLE: 8}
+    assert dict(FakePrograms.asked) == largest
+
+
+def test_device_plan_is_capped_at_the_useful_capacity(fake_gpu):
+    planned = plan(tiny(), "float32", slots=3, device=fake_gpu, block_size=16)
+    assert planned.num_blocks == planned.useful_blocks == 63
+
+
+def test_device_without_room_for_a_page_is_refused(fake_gpu):
+    small = dataclasses.replace(fake_gpu, bytes_limit=3_000_000_000)
+    with pytest.raises(ValueError, match=r"holds 0 blocks \(source: device_memory.*must be >= 4"):
+        plan(device=small)
+
+
+# --- temporaries (invariant 2) -------------------------------------------------------------------
+
+
+def program_spec(name: str) -> tuple[ProgramSpec, Buckets]:
+    """What the engines of tests/support.py compile."""
+    shape = support.SHAPES[name]
+    config = OuroConfig.from_dict(support.small_checkpoint()[0])
+    cache = CacheConfig(
+        layout=shape.layout, block_size=shape.block_size, num_blocks=shape.num_blocks
+    )
+    scheduling = SchedulerConfig(
+        max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.max_num_batched_tokens
+    ).resolve("cpu")
+    execution = ExecutionConfig(
+        min_row_bucket=shape.min_row_bucket, min_prefill_bucket=shape.min_prefill_bucket
+    ).resolve("cpu")
+    buckets = plan_buckets(cache, scheduling, execution)
+    policy = DTypePolicy("float32")
+    planned = plan_memory(config, policy, cache, shape.max_num_seqs, buckets, CPU)
+    state = planned.state_shape(shape.max_num_seqs, config.max_position_embeddings)
+    return ProgramSpec(config, policy, state), buckets
+
+
+def with_pages(spec: ProgramSpec, factor: int) -> ProgramSpec:
+    shape = dataclasses.replace(spec.shape, num_pages=factor * spec.shape.num_pages)
+    return dataclasses.replace(spec, shape=shape)
+
+
+SMALLEST, LARGEST = 0, -1
+SOME_PROGRAMS = [
+    *(("roomy", kind, LARGEST) for kind in Kind),
+    *(("shared", kind, SMALLEST) for kind in Kind),
+    ("shared", Kind.PREFILL, LARGEST),
+]
+
+
+@pytest.mark.parametrize("name, kind, end", SOME_PROGRAMS)
+def test_temporaries_do_not_depend_on_the_pool(name, kind, end):
+    """Equal at pool size N and 4N, and the donated state comes back in place."""
+    spec, buckets = program_spec(name)
+    temporaries = []
+    for factor in (1, 4):
+        sized = with_pages(spec, factor)
+        program = Programs(sized, buckets, CPU).get(kind, buckets.of(kind)[end])
+        analysis = program.memory_analysis()
+        temporaries.append(analysis.temp_size_in_bytes)
+        state = abstract_state(sized.config, sized.policy, sized.shape)
+        assert analysis.alias_size_in_bytes >= tree_bytes(state)
+    assert temporaries[0] == temporaries[1]
+
+
+def test_a_program_that_copies_the_pool_would_be_noticed():
+    """The measure itself: a gather of every page into a new order cannot be done in place."""
+
+    def shuffle(pool):
+        return pool.at[:].set(jnp.sort(pool, axis=0)[::-1] + jnp.flip(pool, 0))
+
+    sizes = []
+    for pages in (64, 256):
+        pool = jax.ShapeDtypeStruct((pages, 128), jnp.float32)
+        compiled = jax.jit(shuffle, donate_argnums=0).lower(pool).compile()
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert sizes[1] >= sizes[0] + 192 * 128 * 4
