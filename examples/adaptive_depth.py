@@ -42,13 +42,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def plot(lines: dict[str, list[tuple[float, float]]], picture: str) -> None:
+    for name, points in lines.items():
+        for depth, right in points:
+            print(f"{name}, depth {depth:.2f}: {right:.1%} right")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="mean depth (loops)", ylabel="right answers")
     for (name, points), style in zip(lines.items(), ("s--", "o-")):
-        for depth, right in points:
-            print(f"{name}: depth {depth:.2f}: {right:.1%} right")
         axes.plot(*zip(*points), style, label=name)
     axes.legend()
     figure.savefig(picture, dpi=150)
