@@ -197,10 +197,11 @@ def test_a_pool_without_a_page_is_refused_with_value_and_rule(cache, blocks, sou
 @dataclasses.dataclass(frozen=True)
 class FakeGPU:
     bytes_limit: int
+    bytes_in_use: int = 0
     platform: str = "gpu"
 
     def memory_stats(self):
-        return {"bytes_limit": self.bytes_limit}
+        return {"bytes_limit": self.bytes_limit, "bytes_in_use": self.bytes_in_use}
 
 
 @dataclasses.dataclass
@@ -234,6 +235,7 @@ def fake_gpu(monkeypatch):
     """A GPU of 100 GB whose allocator may take 92 % of it."""
     monkeypatch.setattr(memory_plan, "Programs", FakePrograms)
     monkeypatch.setattr(FakePrograms, "temporaries", 700_000_000)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     return FakeGPU(92_000_000_000)
 
