@@ -7,12 +7,23 @@ carries its help text; the command line is generated from them.
 import dataclasses
 from collections.abc import Mapping
 
-from rlt_jax.validation import check_bool, check_choice, check_float, check_int, fail, option
+from rlt_jax.validation import (
+    check_bool,
+    check_choice,
+    check_float,
+    check_int,
+    fail,
+    option,
+    plain_numbers,
+)
 
 LAYOUTS = ("last_exited", "shared")
 SCHEDULER_MODES = ("refill", "no_refill")
 EXIT_MODES = ("ouro", "trace")
 KERNELS = ("auto", "reference")
+
+MAX_INT32 = 2**31 - 1  # pages, slots and positions are int32 on the device
+MAX_BUCKET = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +42,10 @@ class CacheConfig:
     memory_reserve_bytes: int = option(256 * 2**20, "bytes the memory plan leaves free")
 
     def __post_init__(self):
-        check_int("CacheConfig.num_blocks", self.num_blocks, minimum=1, optional=True)
-        check_int("CacheConfig.block_size", self.block_size, minimum=1)
+        plain_numbers(self)
+        name = "CacheConfig.num_blocks"
+        check_int(name, self.num_blocks, minimum=1, maximum=MAX_INT32, optional=True)
+        check_int("CacheConfig.block_size", self.block_size, minimum=1, maximum=MAX_INT32)
         check_choice("CacheConfig.layout", self.layout, LAYOUTS)
         check_float(
             "CacheConfig.gpu_memory_utilization",
@@ -72,8 +85,10 @@ class SchedulerConfig:
     )
 
     def __post_init__(self):
+        plain_numbers(self)
         for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_size"):
-            check_int(f"SchedulerConfig.{name}", getattr(self, name), minimum=1, optional=True)
+            value = getattr(self, name)
+            check_int(f"SchedulerConfig.{name}", value, minimum=1, maximum=MAX_INT32, optional=True)
         check_choice("SchedulerConfig.mode", self.mode, SCHEDULER_MODES)
         for name in ("max_prefill_batches_before_decode", "min_coda_batch_size"):
             check_int(f"SchedulerConfig.{name}", getattr(self, name), minimum=1)
@@ -104,6 +119,7 @@ class ExitConfig:
     )
 
     def __post_init__(self):
+        plain_numbers(self)
         check_choice("ExitConfig.mode", self.mode, EXIT_MODES)
         name = "ExitConfig.depths_by_request"
         if (self.mode == "trace") != (self.depths_by_request is not None):
@@ -159,6 +175,7 @@ class ExecutionConfig:
     )
 
     def __post_init__(self):
+        plain_numbers(self)
         check_choice("ExecutionConfig.kernels", self.kernels, KERNELS)
         if self.compilation_cache_dir is not None and (
             not isinstance(self.compilation_cache_dir, str) or not self.compilation_cache_dir
@@ -169,7 +186,9 @@ class ExecutionConfig:
             check_bool("ExecutionConfig.compile_ahead", self.compile_ahead)
         for name in ("min_row_bucket", "min_prefill_bucket"):
             value = getattr(self, name)
-            check_int(f"ExecutionConfig.{name}", value, minimum=1, optional=True)
+            check_int(
+                f"ExecutionConfig.{name}", value, minimum=1, maximum=MAX_BUCKET, optional=True
+            )
             if value is not None and value & (value - 1):
                 fail(f"ExecutionConfig.{name}", value, "must be a power of two")
 

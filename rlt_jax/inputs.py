@@ -13,7 +13,7 @@ def check_prompts(prompts: object) -> list[Prompt]:
     """One prompt or many as a list of strings and lists of token ids."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, (bytes, bytearray, Mapping)) or not isinstance(prompts, Iterable):
         fail("prompts", prompts, "must be a string, token ids, or a list of these")
     prompts = list(prompts)
     if prompts and _is_integer(prompts[0]):
@@ -25,7 +25,7 @@ def check_prompts(prompts: object) -> list[Prompt]:
 
 
 def _check_token_ids(name: str, prompt: object) -> list[int]:
-    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+    if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
         fail(name, prompt, "must be a string or a list of token ids")
     prompt = list(prompt)
     for i, token in enumerate(prompt):
@@ -35,7 +35,14 @@ def _check_token_ids(name: str, prompt: object) -> list[int]:
 
 
 def _is_integer(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    """One integer of any library; arrays of rank 1 and more are lists of them, even of length 1."""
+    if isinstance(value, bool) or getattr(value, "ndim", 0) != 0:
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def check_sampling_params(value: object, count: int) -> list[SamplingParams]:

@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import dataclasses
 import inspect
-import itertools
 import os
 import threading
 import time
@@ -84,15 +83,6 @@ class LLM:
         self._engine = None
         if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
             fail("LLM.model", model, "must be a checkpoint's folder or its hub id")
-        configs = {
-            "cache_config": (cache_config, CacheConfig),
-            "scheduler_config": (scheduler_config, SchedulerConfig),
-            "exit_config": (exit_config, ExitConfig),
-            "execution_config": (execution_config, ExecutionConfig),
-        }
-        for name, (config, kind) in configs.items():
-            if config is not None and not isinstance(config, kind):
-                fail(f"LLM.{name}", config, f"must be a {kind.__name__} or None")
         if speculative_config is not None:
             rule = "must be None: speculative decoding is not supported"
             fail("LLM.speculative_config", speculative_config, rule)
@@ -106,10 +96,15 @@ class LLM:
             dtype=dtype,
             device=device,
             total_ut_steps=total_ut_steps,
-            **{name: config for name, (config, _) in configs.items()},
+            cache_config=cache_config,
+            scheduler_config=scheduler_config,
+            exit_config=exit_config,
+            execution_config=execution_config,
         )
         self.startup_times = {"import": imported, **self._engine.startup_times}
-        self._ids = itertools.count()
+        self._next_id = 0
+        self._busy = threading.Lock()  # held from a call's start to its end, streams included
+        self._unfinished: list[str] = []  # of the running call, or left by one cut short
 
     def __enter__(self) -> "LLM":
         self._open_engine()
@@ -248,7 +243,7 @@ class LLM:
         prompts = check_prompts(prompts)
         params = check_sampling_params(sampling_params, len(prompts))
         if request_ids is None:
-            ids = [str(next(self._ids)) for _ in prompts]
+            ids = [str(self._next_id + i) for i in range(len(prompts))]
         else:
             ids = check_request_ids(request_ids, len(prompts))
         return list(zip(ids, prompts, params, strict=True))
@@ -258,26 +253,40 @@ class LLM:
         self, engine: "LLMEngine", requests: list[tuple[str, Prompt, SamplingParams]]
     ) -> Iterator[None]:
         """Queues the requests, all or none; leaving early, for whatever reason, aborts them."""
-        if engine.has_unfinished_requests():
+        if not self._busy.acquire(blocking=False):
             raise RuntimeError(
-                "LLM: the engine has unfinished requests of another caller; "
-                "finish or close the stream that started them first"
+                "LLM: another generate(), chat() or stream() of it is still running; finish it "
+                "or close its iterator first"
             )
-        added = []
         try:
+            self._abort_unfinished(engine)
+            if engine.has_unfinished_requests():
+                raise RuntimeError("LLM: its engine has unfinished requests added by add_request()")
             for i, (request_id, prompt, params) in enumerate(requests):
+                self._unfinished.append(request_id)
                 try:
                     engine.add_request(request_id, prompt, params)
                 except ValueError as error:
                     which = f"prompts[{i}]: " if len(requests) > 1 else ""
                     raise ValueError(f"{which}{error}") from error
-                added.append(request_id)
+            self._next_id += len(requests)
             yield
+            self._unfinished.clear()
         except BaseException:
             # The first error is the one to report, not one that it (or close()) causes here.
             with contextlib.suppress(Exception):
-                _abort(engine, added)
+                self._abort_unfinished(engine)
             raise
+        finally:
+            self._busy.release()
+
+    def _abort_unfinished(self, engine: "LLMEngine") -> None:
+        """Cut short itself (a second Ctrl-C), it is done again by the next call."""
+        for request_id in self._unfinished:
+            engine.abort_request(request_id)
+        while self._unfinished and engine.has_unfinished_requests():
+            engine.step()  # what they hold returns with their last results
+        self._unfinished.clear()
 
     def _increments(
         self, engine: "LLMEngine", requests: list[tuple[str, Prompt, SamplingParams]]
@@ -339,13 +348,6 @@ def _run(engine: "LLMEngine", request_ids: Iterable[str]) -> Iterator[RequestOut
                 if output.finished:
                     pending.discard(output.request_id)
                 yield output
-
-
-def _abort(engine: "LLMEngine", request_ids: Iterable[str]) -> None:
-    for request_id in request_ids:
-        engine.abort_request(request_id)
-    while engine.has_unfinished_requests():  # what they hold returns with their last results
-        engine.step()
 
 
 def _increment(before: RequestOutput | None, output: RequestOutput) -> StreamIncrement:

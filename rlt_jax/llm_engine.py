@@ -1,22 +1,23 @@
 """LLMEngine: the one interface behind the Python API, the command line and the server."""
 
 import contextlib
-import dataclasses
+import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
-from rlt_jax.assembly import assemble
+from rlt_jax.assembly import Assembly, assemble
 from rlt_jax.checkpoints_convert.checkpoint import open_checkpoint, resolve_folder
 from rlt_jax.checkpoints_convert.load import load_params
 from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
-from rlt_jax.models.ouro import DTypePolicy
+from rlt_jax.models.ouro import DTYPES, DTypePolicy
 from rlt_jax.outputs import RequestOutput
 from rlt_jax.sampling_params import SamplingParams
 from rlt_jax.tokenizer import IncrementalDecoder, Tokenizer
-from rlt_jax.validation import fail
+from rlt_jax.validation import check_choice, fail
 
 
 class LLMEngine:
@@ -44,13 +45,26 @@ class LLMEngine:
         exit_config: ExitConfig | None = None,
         execution_config: ExecutionConfig | None = None,
     ):
+        self._parts: Assembly | None = None
+        self._lock = threading.RLock()  # callers on several threads take turns
         self.startup_times: dict[str, float] = {}
+        configs = {
+            "cache_config": (cache_config, CacheConfig),
+            "scheduler_config": (scheduler_config, SchedulerConfig),
+            "exit_config": (exit_config, ExitConfig),
+            "execution_config": (execution_config, ExecutionConfig),
+        }
+        for name, (config, kind) in configs.items():
+            if config is not None and not isinstance(config, kind):
+                fail(name, config, f"must be of type {kind.__name__} or None")
+        if dtype is not None:
+            check_choice("dtype", dtype, DTYPES)
+        with self._timed("find device"):
+            self.device = resolve_device(device)
         with self._timed("open checkpoint"):
             checkpoint = open_checkpoint(model)
             self.model_config = checkpoint.config.with_total_ut_steps(total_ut_steps)
             self.tokenizer = _open_tokenizer(tokenizer, checkpoint.folder)
-        with self._timed("find device"):
-            self.device = resolve_device(device)
         self.dtype = dtype or ("float32" if self.device.platform == "cpu" else "bfloat16")
         policy = DTypePolicy(self.dtype)
         with self._timed("load weights"):
@@ -64,13 +78,9 @@ class LLMEngine:
                 policy=policy,
                 device=self.device,
                 eos_token_ids=tuple(sorted({*self.model_config.eos_token_ids, *eos})),
-                cache_config=cache_config,
-                scheduler_config=scheduler_config,
-                exit_config=exit_config,
-                execution_config=execution_config,
+                **{name: config for name, (config, _) in configs.items()},
             )
         self.memory_plan = self._parts.memory_plan
-        self._texts: dict[str, _Text] = {}
 
     def add_request(
         self,
@@ -83,10 +93,11 @@ class LLMEngine:
 
         trace_id: the name in ExitConfig.depths_by_request, where it differs from request_id.
         """
-        tokens, params = self.encode(prompt), sampling_params or SamplingParams()
-        self._core().add_request(request_id, tokens, params, trace_id)
-        if self.tokenizer is not None:
-            self._texts[request_id] = _Text(self.tokenizer)
+        tokens = self.encode(prompt)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        text_of = None if self.tokenizer is None else _Text(self.tokenizer).extend
+        with self._lock:
+            self._running().core.add_request(request_id, tokens, params, trace_id, text_of)
 
     def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         """Text to token ids; token ids are returned as they are."""
@@ -98,51 +109,47 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Runs one batch; an output for every request that got a token or ended."""
-        return [self._with_text(output) for output in self._core().step()]
+        with self._lock:
+            return self._running().core.step()
 
     def abort_request(self, request_id: str) -> bool:
         """Ends a request; False when there is none. The next step() returns its last output."""
-        return self._core().abort_request(request_id)
+        with self._lock:
+            return self._running().core.abort_request(request_id)
 
     def has_unfinished_requests(self) -> bool:
-        return self._parts is not None and self._parts.core.has_unfinished_requests()
+        with self._lock:
+            return self._parts is not None and self._parts.core.has_unfinished_requests()
 
     def stats(self) -> dict[str, int]:
         """Requests by stage, free and total blocks, executables and late compiles."""
-        programs = self._parts.programs
-        return {
-            **self._core().scheduler.stats(),
-            "executables": len(programs.compiled),
-            "late_compiles": programs.late_compiles,
-        }
+        with self._lock:
+            parts = self._running()
+            return {
+                **parts.core.scheduler.stats(),
+                "executables": len(parts.programs.compiled),
+                "late_compiles": parts.programs.late_compiles,
+            }
 
     @property
     def max_executables(self) -> int:
         """Programs times buckets that this engine can reach."""
-        return len(self._parts.programs.all_keys())
+        return len(self._running().programs.all_keys())
 
     @property
     def compile_seconds(self) -> dict[str, float]:
         """Seconds this engine spent compiling, by program; shared programs cost nothing again."""
-        return dict(self._parts.programs.compile_seconds)
+        return dict(self._running().programs.compile_seconds)
 
     def shutdown(self) -> None:
-        """Frees the device memory; unfinished requests are dropped."""
-        self._parts = None
-        self._texts.clear()
+        """Frees the device memory; unfinished requests are dropped. Again is harmless."""
+        with self._lock:
+            self._parts = None
 
-    def _core(self):
+    def _running(self) -> Assembly:
         if self._parts is None:
-            raise RuntimeError("the engine has been shut down")
-        return self._parts.core
-
-    def _with_text(self, output: RequestOutput) -> RequestOutput:
-        text = self._texts.get(output.request_id)
-        if text is None:
-            return output
-        if output.finished:
-            del self._texts[output.request_id]
-        return dataclasses.replace(output, text=text.extend(output))
+            raise RuntimeError("LLMEngine: it has been shut down; make a new one")
+        return self._parts
 
     @contextlib.contextmanager
     def _timed(self, phase: str):
@@ -159,11 +166,12 @@ class _Text:
         self._decoded = 0
         self._text = ""
 
-    def extend(self, output: RequestOutput) -> str:
-        end = len(output.token_ids) - (output.finish_reason == "stop")
-        self._text += self._decoder.push(output.token_ids[self._decoded : end])
-        self._decoded = end
-        if output.finished:
+    def extend(self, token_ids: Sequence[int], finish_reason: str | None) -> str:
+        end = len(token_ids) - (finish_reason == "stop")
+        if end > self._decoded:
+            self._text += self._decoder.push(token_ids[self._decoded : end])
+            self._decoded = end
+        if finish_reason is not None:
             self._text += self._decoder.finish()
         return self._text
 
@@ -172,10 +180,12 @@ def resolve_device(device: str | jax.Device | None) -> jax.Device:
     """A device from "cpu", "gpu", "cuda", "gpu:1", a jax.Device, or None (JAX's first)."""
     if device is None:
         return jax.local_devices()[0]
-    if not isinstance(device, str):
+    if isinstance(device, jax.Device):
         return device
-    platform, _, index = device.partition(":")
     rule = 'must be "cpu", "gpu" or "cuda", with an optional ":index" of a device that JAX sees'
+    if not isinstance(device, str):
+        fail("device", device, rule)
+    platform, _, index = device.partition(":")
     if platform not in ("cpu", "gpu", "cuda") or (index and not index.isdecimal()):
         fail("device", device, rule)
     try:
@@ -187,6 +197,8 @@ def resolve_device(device: str | jax.Device | None) -> jax.Device:
 def _open_tokenizer(tokenizer: Tokenizer | str | Path | None, folder: Path) -> Tokenizer | None:
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
+    if tokenizer is not None and not isinstance(tokenizer, (str, os.PathLike)):
+        fail("tokenizer", tokenizer, "must be a Tokenizer, a folder or a hub id, or None")
     if tokenizer is not None:
         return Tokenizer.from_folder(resolve_folder(tokenizer, weights=False))
     return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None

@@ -2,7 +2,15 @@
 
 import dataclasses
 
-from rlt_jax.validation import check_bool, check_float, check_int, fail, option
+from rlt_jax.validation import (
+    check_bool,
+    check_float,
+    check_int,
+    fail,
+    option,
+    plain_number,
+    plain_numbers,
+)
 
 MAX_SEED = 2**63 - 1
 
@@ -30,6 +38,7 @@ class SamplingParams:
     logprobs: int | None = option(None, "0: return the log probability of each output token")
 
     def __post_init__(self):
+        plain_numbers(self)
         name = type(self).__name__
         check_int(f"{name}.max_tokens", self.max_tokens, minimum=1)
         check_float(f"{name}.temperature", self.temperature, ">= 0", lambda t: t >= 0)
@@ -48,8 +57,9 @@ class SamplingParams:
         check_bool(f"{name}.ignore_eos", self.ignore_eos)
         if not isinstance(self.stop_token_ids, (list, tuple)):
             fail(f"{name}.stop_token_ids", self.stop_token_ids, "must be a list of token ids")
-        for i, token in enumerate(self.stop_token_ids):
+        tokens = tuple(plain_number(token) for token in self.stop_token_ids)
+        for i, token in enumerate(tokens):
             check_int(f"{name}.stop_token_ids[{i}]", token, minimum=0)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", tokens)
         if self.logprobs is not None:
             check_int(f"{name}.logprobs", self.logprobs, minimum=0, maximum=0, optional=True)

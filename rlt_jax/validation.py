@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Iterable
 
 
@@ -11,7 +12,26 @@ def option(default, help: str, **metadata):
 
 
 def fail(field: str, value: object, rule: str) -> None:
-    raise ValueError(f"{field} = {value!r}: {rule}")
+    """Raises the ValueError; a long value is shown shortened."""
+    try:
+        shown = repr(value)
+        shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
+    except ValueError:  # Python refuses to write out integers of thousands of digits
+        shown = f"an integer of {value.bit_length()} bits"
+    raise ValueError(f"{field} = {shown}: {rule}")
+
+
+def plain_number(value: object) -> object:
+    """NumPy's and other number types as Python's own; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def plain_numbers(config: object) -> None:
+    """plain_number for every field of a frozen dataclass."""
+    for field in dataclasses.fields(config):
+        object.__setattr__(config, field.name, plain_number(getattr(config, field.name)))
 
 
 def check_int(
@@ -44,7 +64,7 @@ def check_int(
 def check_float(field: str, value: object, rule: str, holds: Callable[[float], bool]) -> None:
     """Refuses anything but a finite int or float for which `holds` is true."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not holds(value):
+    if not number or abs(value) > 1e308 or not math.isfinite(value) or not holds(value):
         fail(field, value, f"must be a finite number {rule}")
 
 

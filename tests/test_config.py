@@ -12,7 +12,7 @@ CONFIGS = [CacheConfig, SchedulerConfig, ExitConfig, ExecutionConfig]
 INF, NAN = float("inf"), float("nan")
 
 POSITIVE = ([1, 7], [0, -1, 1.0, "1", True, [1]], "must be an integer >= 1")
-OPTIONAL_POSITIVE = ([None, *POSITIVE[0]], POSITIVE[1], "must be an integer >= 1 or None")
+OPTIONAL_POSITIVE = ([None, *POSITIVE[0]], POSITIVE[1], "must be an integer >= 1")
 
 
 def choice(*allowed):

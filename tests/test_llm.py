@@ -144,7 +144,10 @@ def test_a_trace_replays_depths_by_the_ids_that_count_from_0(checkpoint):
         (["a", ""], "prompts[1]: prompt = []: must have at least one token"),
         ("", "prompt = []: must have at least one token"),
         (["a", [320]], "prompts[1]: prompt[0] = 320: must be an integer >= 0 and <= 319"),
-        (["a", "x" * 50], "prompts[1]: max_tokens = 16: prompt (50 tokens) + max_tokens - 1"),
+        (
+            ["a", "x" * 50],
+            "prompts[1]: SamplingParams.max_tokens = 16: prompt (50 tokens) + max_tokens - 1",
+        ),
         (["a", "\ud800"], "prompts[1]: text = '\\ud800': must be valid Unicode"),
     ],
 )
@@ -174,7 +177,10 @@ def test_a_list_of_another_length_names_both_lengths(llm, name, value, count):
         ({"request_ids": ["a", 5]}, "request_ids[1] = 5: must be a non-empty string"),
         ({"request_ids": ["a", ""]}, "request_ids[1] = '': must be a non-empty string"),
         ({"request_ids": ["a", "a"]}, "request_ids[1] = 'a': must differ from the others"),
-        ({"sampling_params": SamplingParams(max_loops=5)}, "prompts[0]: max_loops = 5: must be"),
+        (
+            {"sampling_params": SamplingParams(max_loops=5)},
+            "prompts[0]: SamplingParams.max_loops = 5: must be",
+        ),
     ],
 )
 def test_bad_options_of_a_call_name_field_value_and_rule(llm, options, message):
@@ -332,7 +338,7 @@ def test_leaving_the_loop_of_a_stream_aborts_its_requests(llm):
 def test_another_call_during_a_stream_is_refused_and_does_no_harm(llm, alone, method):
     stream = llm.stream(PROMPTS[0], ADAPTIVE)
     tokens = next(stream).token_ids
-    with pytest.raises(RuntimeError, match="unfinished requests of another caller"):
+    with pytest.raises(RuntimeError, match="is still running"):
         getattr(llm, method)("a")
     tokens += tuple(token for step in stream for token in step.token_ids)
     assert tokens == alone[0].token_ids

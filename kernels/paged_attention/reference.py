@@ -7,6 +7,8 @@ context length is no bucket dimension. (On a GPU such a loop asks the host at ev
 the price of a reference.)
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,7 +27,7 @@ def write_kv(
         batch.tables_np, batch.positions_nq // kv.page_size, axis=1, mode="clip"
     )
     physical = kv.physical_page(pages, batch.depths_n[:, None])
-    physical = jnp.where(batch.valid_nq, physical, kv.num_pages)  # out of range: dropped
+    physical = jnp.where(batch.valid_nq, physical, _nowhere(kv, physical.shape))
     offsets = batch.positions_nq % kv.page_size
     pool = kv.pool.at[layer, physical, :, :, offsets].set(
         jnp.stack([k_nqkx, v_nqkx], axis=2), mode="drop", unique_indices=True
@@ -119,8 +121,13 @@ def finalize_kv(
     depths_d = jnp.arange(2, kv.planes + 1)
     targets_nd = kv.physical_page(logical[:, None], depths_d)
     skipped_nd = valid_n[:, None] & (depths_d > exit_depths_n[:, None])
-    targets_nd = jnp.where(skipped_nd, targets_nd, kv.num_pages)  # out of range: dropped
+    targets_nd = jnp.where(skipped_nd, targets_nd, _nowhere(kv, targets_nd.shape))
     pool = kv.pool.at[:, targets_nd, :, :, offsets[:, None]].set(
         versions[:, None], mode="drop", unique_indices=True
     )
     return kv.replace(pool=pool)
+
+
+def _nowhere(kv: PagedKV, shape: tuple[int, ...]) -> jax.Array:
+    """Pages past the pool, whose writes are dropped; all different, as unique_indices promises."""
+    return kv.num_pages + jnp.arange(math.prod(shape)).reshape(shape)

@@ -2,12 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from rlt_jax.engine.exit_policy import ExitPolicy
 from rlt_jax.engine.intake import ModelLimits, make_request
-from rlt_jax.engine.request import Request
+from rlt_jax.engine.request import Request, TextOf
 from rlt_jax.engine.scheduler import Scheduler
 from rlt_jax.engine.types import BatchError, DeviceLostError, RunnerOutput, SchedulerOutput
 from rlt_jax.outputs import RequestOutput
@@ -43,7 +43,9 @@ class EngineCore:
         self._policy = policy
         self._clock = clock
         self._next_generation = 0
-        self._ended: list[Request] = []  # aborted or failed outside update(), not yet told
+        self._live: dict[int, Request] = {}  # added and not told to have ended, by generation
+        self._untold: dict[int, Request] = {}  # changed since the last outputs, by generation
+        self._lost: str | None = None  # why the device state must be rebuilt
 
     def add_request(
         self,
@@ -51,8 +53,12 @@ class EngineCore:
         prompt: Sequence[int],
         params: SamplingParams,
         trace_id: str | None = None,
+        text_of: TextOf | None = None,
     ) -> None:
-        """Queues a request of token ids. Raises ValueError, and then nothing has changed."""
+        """Queues a request of token ids. Raises ValueError, and then nothing has changed.
+
+        text_of: turns the request's tokens into the text of its outputs.
+        """
         request = make_request(
             request_id,
             prompt,
@@ -64,42 +70,71 @@ class EngineCore:
             kv=self.scheduler.kv,
             trace_id=trace_id,
         )
-        self.scheduler.add(request)
+        request.text_of = text_of
         self._next_generation += 1
+        self.scheduler.add(request)
+        self._live[request.generation] = request
 
     def abort_request(self, request_id: str) -> bool:
         """Ends a request; False when there is none. The next step() reports it."""
         request = self.scheduler.abort(request_id)
         if request is not None:
-            self._ended.append(request)
+            self._tell([request])
         return request is not None
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._ended) or self.scheduler.has_unfinished_requests()
+        return bool(self._untold) or self.scheduler.has_unfinished_requests()
 
     def step(self) -> list[RequestOutput]:
-        """Runs one batch; outputs of the requests that got a token or ended, without text."""
-        changed, self._ended = self._ended, []
-        batch = self.scheduler.schedule()
-        if batch is not None:
-            changed += self._run(batch)
-        return [request.output() for request in changed]
+        """Runs one batch; outputs of the requests that got a token or ended.
 
-    def _run(self, batch: SchedulerOutput) -> list[Request]:
+        A failed batch ends its requests with an error, or all running ones where the device
+        state went with it. Whatever else comes in between (Ctrl-C, say) may have left a batch
+        half-way: the running requests end with an error, the next step() reports them, and the
+        exception goes on. No output is lost by an exception.
+        """
+        try:
+            self._recover()
+            batch = self.scheduler.schedule()
+            if batch is not None:
+                self._run(batch)
+            elif not self._untold and self.scheduler.has_unfinished_requests():
+                raise RuntimeError(f"no request can run: {self.scheduler.stats()}")
+        except BaseException as error:
+            self._lost = self._lost or f"interrupted: {type(error).__name__}: {error}"
+            self._recover()
+            raise
+        outputs = [request.output() for request in self._untold.values()]
+        for generation, request in self._untold.items():
+            if request.finished:
+                self._live.pop(generation, None)
+        self._untold.clear()
+        return outputs
+
+    def _run(self, batch: SchedulerOutput) -> None:
         try:
             ticket = self.runner.submit(batch)
-            return self.scheduler.update(batch, self.runner.collect(ticket))
+            self._tell(self.scheduler.update(batch, self.runner.collect(ticket)))
         except BatchError as error:
             logger.error("%s", error)
             self.scheduler.discard(batch)
-            return self.scheduler.fail([row.generation for row in batch.rows], str(error))
+            self._tell(self.scheduler.fail([row.generation for row in batch.rows], str(error)))
         except DeviceLostError as error:
             logger.error("%s; the device state is rebuilt", error)
-            failed = self.scheduler.fail_running(str(error))
+            self._lost = str(error)
+            self._recover()
+
+    def _recover(self) -> None:
+        """After the device state was lost: fails the running requests, builds a new state.
+
+        May itself be interrupted or fail: the next step() tries again.
+        """
+        if self._lost is not None:
+            self._tell(self.scheduler.fail_running(self._lost))
+            self._tell(request for request in self._live.values() if request.finished)
             self.runner.reset()
-            return failed
-        except BaseException:
-            # Interrupted half-way (Ctrl-C, say): no telling what the device state holds.
-            self._ended += self.scheduler.fail_running("interrupted")
-            self.runner.reset()
-            raise
+            self._lost = None
+
+    def _tell(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._untold[request.generation] = request

@@ -2,13 +2,13 @@
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rlt_jax.engine.exit_policy import ExitBounds, ExitPolicy
 from rlt_jax.engine.kv_accounting import KVAccounting
 from rlt_jax.engine.request import Request
 from rlt_jax.sampling_params import MAX_SEED, SamplingParams
-from rlt_jax.validation import check_int, fail
+from rlt_jax.validation import check_int, fail, plain_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +43,14 @@ def make_request(
     positions = len(prompt) + params.max_tokens - 1
     if positions > limits.max_positions:
         fail(
-            "max_tokens",
+            "SamplingParams.max_tokens",
             params.max_tokens,
             f"prompt ({len(prompt)} tokens) + max_tokens - 1 must be <= {limits.max_positions},"
             " the model's context",
         )
     if kv.cost(positions) > kv.total_blocks:
         fail(
-            "max_tokens",
+            "SamplingParams.max_tokens",
             params.max_tokens,
             f"prompt ({len(prompt)} tokens) + max_tokens - 1 = {positions} positions need"
             f" {kv.cost(positions)} KV blocks, the pool has {kv.total_blocks}",
@@ -63,22 +63,27 @@ def make_request(
 
 
 def _check_prompt(prompt: Sequence[int], limits: ModelLimits) -> tuple[int, ...]:
-    if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Sequence):
+    if isinstance(prompt, (str, bytes, bytearray)) or not isinstance(prompt, Iterable):
         fail("prompt", prompt, "must be a list of token ids")
-    if not prompt:
+    tokens = tuple(plain_number(token) for token in prompt)
+    if not tokens:
         fail("prompt", prompt, "must have at least one token")
-    for i, token in enumerate(prompt):
+    for i, token in enumerate(tokens):
         check_int(f"prompt[{i}]", token, minimum=0, maximum=limits.vocab_size - 1)
-    return tuple(prompt)
+    return tokens
 
 
 def _resolve(params: SamplingParams, limits: ModelLimits) -> SamplingParams:
     depth = limits.full_depth
-    check_int("max_loops", params.max_loops, minimum=1, maximum=depth, optional=True)
+    check_int("SamplingParams.max_loops", params.max_loops, minimum=1, maximum=depth, optional=True)
     max_loops = params.max_loops or depth
-    check_int("min_loops", params.min_loops, minimum=1, maximum=max_loops, optional=True)
+    check_int(
+        "SamplingParams.min_loops", params.min_loops, minimum=1, maximum=max_loops, optional=True
+    )
     for i, token in enumerate(params.stop_token_ids):
-        check_int(f"stop_token_ids[{i}]", token, minimum=0, maximum=limits.vocab_size - 1)
+        check_int(
+            f"SamplingParams.stop_token_ids[{i}]", token, minimum=0, maximum=limits.vocab_size - 1
+        )
     return dataclasses.replace(
         params,
         min_loops=params.min_loops or min(2, max_loops),

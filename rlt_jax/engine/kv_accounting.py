@@ -17,8 +17,7 @@ class KVAccounting:
 
     def __init__(self, geometry: KVGeometry):
         self.geometry = geometry
-        self._free = list(range(geometry.num_pages - 1, -1, -1))
-        self._tables: dict[int, tuple[int, ...]] = {}
+        self.release_all()
 
     @property
     def total_blocks(self) -> int:
@@ -55,3 +54,8 @@ class KVAccounting:
     def release(self, owner: int) -> None:
         """Gives the owner's pages back; raises KeyError when it holds none."""
         self._free.extend(reversed(self._tables.pop(owner)))
+
+    def release_all(self) -> None:
+        """Every page is free again."""
+        self._free = list(range(self.geometry.num_pages - 1, -1, -1))
+        self._tables: dict[int, tuple[int, ...]] = {}

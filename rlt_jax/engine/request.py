@@ -2,12 +2,16 @@
 
 import dataclasses
 import enum
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rlt_jax.engine.exit_policy import FULL_REMAINING, ExitBounds
 from rlt_jax.outputs import RequestMetrics, RequestOutput
 from rlt_jax.sampling_params import SamplingParams
+
+# (tokens so far, finish reason or None) -> the text so far. Tokens only ever grow.
+TextOf = Callable[[Sequence[int], str | None], str]
 
 
 class RequestStage(enum.Enum):
@@ -46,6 +50,7 @@ class Request:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    text_of: TextOf | None = None
     admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -57,10 +62,10 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return self.stage is RequestStage.FINISHED
+        return self.finish_reason is not None
 
     def output(self) -> RequestOutput:
-        """What the user sees of it now, without the text."""
+        """What the user sees of it now."""
         per_token = None
         if len(self.tokens) > 1:
             per_token = (self.last_token - self.first_token) / (len(self.tokens) - 1)
@@ -68,7 +73,7 @@ class Request:
             request_id=self.id,
             prompt_token_ids=self.prompt,
             token_ids=tuple(self.tokens),
-            text="",
+            text=self.text_of(self.tokens, self.finish_reason) if self.text_of else "",
             exit_depths=tuple(self.depths),
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
             finished=self.finished,

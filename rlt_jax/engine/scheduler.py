@@ -32,6 +32,8 @@ _STAGE_OF_QUEUE = {
     RequestStage.CODA: Stage.CODA,
 }
 
+_HOTTEST = 1e30  # already uniform, and still a float32
+
 
 class _Phase(enum.Enum):
     """no_refill: admit and prefill, run all loops, then sample everything."""
@@ -60,13 +62,10 @@ class Scheduler:
         self._clock = clock
         self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._waiting: deque[Request] = deque()
-        self._queues = {stage: deque() for stage in _STAGE_OF_QUEUE}
         self._by_id: dict[str, Request] = {}
         self._by_generation: dict[int, Request] = {}
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._prefills_since_decode = 0
-        self._phase = _Phase.FILL
         self._sequence = 0
+        self._start_empty()
 
     # -- what the engine asks and tells --------------------------------------------------------
 
@@ -125,15 +124,35 @@ class Scheduler:
         return failed
 
     def fail_running(self, error: str) -> list[Request]:
-        """After the device state was lost: nothing is in flight any more, every admitted request
-        ends with an error, waiting ones stay queued."""
-        for request in list(self._by_generation.values()):
-            if request.stage is RequestStage.WAITING:
-                continue
-            request.in_flight = 0
-            if request.finished:
-                self._release(request)
-        return self.fail(list(self._by_generation.keys() - self._waiting_generations()), error)
+        """After the device state was lost: every admitted request ends with an error, waiting
+        ones stay queued.
+
+        Nothing is in flight any more, and everything is built anew from the waiting queue: the
+        call holds whatever an interrupted schedule() or update() left half done.
+        """
+        waiting = [request for request in self._waiting if not request.finished]
+        known = {*self._by_generation.values(), *self._by_id.values()} - set(waiting)
+        failed = sorted((r for r in known if not r.finished), key=lambda r: r.generation)
+        for request in failed:
+            request.error = error
+            request.finish_reason = "error"
+        for request in known:
+            request.stage = RequestStage.FINISHED
+        for request in waiting:
+            request.stage, request.slot, request.in_flight = RequestStage.WAITING, None, 0
+        self._by_id = {request.id: request for request in waiting}
+        self._by_generation = {request.generation: request for request in waiting}
+        self._waiting = deque(waiting)
+        self._start_empty()
+        return failed
+
+    def _start_empty(self) -> None:
+        """No request admitted: every queue empty, every slot and block free."""
+        self._queues = {stage: deque() for stage in _STAGE_OF_QUEUE}
+        self._free_slots = list(range(self._config.max_num_seqs - 1, -1, -1))
+        self._kv.release_all()
+        self._prefills_since_decode = 0
+        self._phase = _Phase.FILL
 
     def discard(self, batch: SchedulerOutput) -> None:
         """Forgets a batch that never reached the device."""
@@ -261,7 +280,7 @@ class Scheduler:
         return SlotUpdate(
             slot=request.slot,
             block_table=self._kv.table(request.generation),
-            temperature=request.params.temperature,
+            temperature=min(request.params.temperature, _HOTTEST),
             top_k=request.params.top_k,
             top_p=request.params.top_p,
             seed=request.params.seed,
@@ -348,8 +367,8 @@ class Scheduler:
         queue = self._queues.get(request.stage, queue)
         if not request.in_flight and request in queue:
             queue.remove(request)
-        request.stage = RequestStage.FINISHED
         request.finish_reason = reason
+        request.stage = RequestStage.FINISHED
         del self._by_id[request.id]
         if not request.in_flight:
             self._release(request)
@@ -360,6 +379,3 @@ class Scheduler:
             self._kv.release(request.generation)
             self._free_slots.append(request.slot)
             request.slot = None
-
-    def _waiting_generations(self) -> set[int]:
-        return {request.generation for request in self._waiting}

@@ -19,8 +19,10 @@ from jax import lax
 
 from rlt_jax.kernels.paged_attention import PagedKV, TileBatch, paged_attention, write_kv
 from rlt_jax.models.ouro_config import OuroConfig
+from rlt_jax.validation import check_choice
 
 __all__ = [
+    "DTYPES",
     "DTypePolicy",
     "OuroConfig",
     "OuroLayerParams",
@@ -34,6 +36,9 @@ __all__ = [
 ]
 
 
+DTYPES = ("float32", "bfloat16")
+
+
 @dataclasses.dataclass(frozen=True)
 class DTypePolicy:
     """Weights, activations and KV share one dtype; norms' statistics, rotary angles, the gate,
@@ -42,8 +47,7 @@ class DTypePolicy:
     dtype: str = "float32"
 
     def __post_init__(self):
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype = {self.dtype!r}: must be 'float32' or 'bfloat16'")
+        check_choice("dtype", self.dtype, DTYPES)
 
     @property
     def precision(self) -> lax.Precision:

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from rlt_jax.models.ouro import abstract_params
 from rlt_jax.runtime.device_state import abstract_state
@@ -20,6 +21,7 @@ from rlt_jax.runtime.programs import (
     build,
     input_layout,
 )
+from rlt_jax.validation import fail
 
 logger = logging.getLogger(__name__)
 
@@ -121,18 +123,23 @@ class Programs:
                 self._note_late_compile(kind, bucket)
                 future = _executables[key] = Future()
         if mine:
-            started = time.perf_counter()
-            try:
-                future.set_result(_compile(key))
-            except BaseException as error:
-                with _lock:
-                    del _executables[key]  # the next caller may try again
-                future.set_exception(error)
-                raise
-            self.compile_seconds[f"{kind.value}_{bucket}"] = time.perf_counter() - started
+            self._fill(future, key)
         executable = future.result()
         self.compiled.add((kind, bucket))
         return executable
+
+    def _fill(self, future: Future, key: _Key) -> None:
+        started = time.perf_counter()
+        try:
+            future.set_result(_compile(key))
+        except BaseException as error:
+            with _lock:
+                del _executables[key]  # the next caller may try again
+            # Others who wait for it are not the ones who pressed Ctrl-C.
+            mine = isinstance(error, Exception)
+            future.set_exception(error if mine else RuntimeError("compiling was interrupted"))
+            raise
+        self.compile_seconds[f"{key.kind.value}_{key.bucket}"] = time.perf_counter() - started
 
     def prefetch(self, keys: Iterable[tuple[Kind, int]]) -> None:
         """Compiles in threads (XLA releases the GIL) and waits for all."""
@@ -155,8 +162,20 @@ class Programs:
 
 
 def use_compilation_cache(folder: str | None) -> None:
-    """Keeps compiled programs in `folder` between runs (None: leaves JAX's setting alone)."""
-    if folder is not None:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    """Keeps compiled programs in `folder` between runs (None: leaves JAX's setting alone).
+
+    JAX has one such folder per process: the last engine's choice holds for all. Raises
+    ValueError when it is not a folder and cannot be made.
+    """
+    if folder is None:
+        return
+    folder = os.path.abspath(os.path.expanduser(folder))
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except (OSError, ValueError) as error:
+        fail("ExecutionConfig.compilation_cache_dir", folder, f"must be a folder ({error})")
+    if jax.config.jax_compilation_cache_dir != folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()  # an open cache would keep its old folder
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

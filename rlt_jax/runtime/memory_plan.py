@@ -124,14 +124,18 @@ def _device_terms(
     state = abstract_state(config, policy, shape)
     slots = tree_bytes(state) - tree_bytes(state.kv)
     limit = device.memory_stats()["bytes_limit"]
+    in_use = device.memory_stats()["bytes_in_use"]  # the weights lie there already
+    others = max(0, in_use - tree_bytes(abstract_params(config, policy)))
+    budget = min(limit, int(cache.gpu_memory_utilization * _total_memory(device)))
     return {
         "temporary_bytes": temporaries + slots,
-        "budget_bytes": min(limit, int(cache.gpu_memory_utilization * _total_memory(device))),
+        "budget_bytes": budget - others,
         "reserve_bytes": cache.memory_reserve_bytes,
     }
 
 
 def _total_memory(device: jax.Device) -> int:
     """The device's whole memory: JAX gives only the allocator's limit, a known share of it."""
-    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    share = float(next(filter(None, map(os.environ.get, names)), 0.75))
     return int(device.memory_stats()["bytes_limit"] / share)

@@ -85,7 +85,7 @@ class Runner:
 
     def reset(self) -> None:
         """Drops the device state, whatever became of it, and builds a new one."""
-        self._state = None
+        self._state = None  # its memory first: there is room for one pool only
         self._state = self._fresh_state()
 
     def wait(self) -> None:

@@ -16,8 +16,10 @@ def greedy(logits_rv: jax.Array) -> jax.Array:
 
 def raw_logprob(logits_rv: jax.Array, token_r: jax.Array) -> jax.Array:
     """log softmax of the raw float32 logits at each row's token, f32 [r]."""
-    chosen = jnp.take_along_axis(logits_rv, token_r[:, None], axis=-1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits_rv, axis=-1)
+    # Shifted first: the difference of two large numbers would lose the small digits.
+    shifted = logits_rv - logits_rv.max(axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(shifted, token_r[:, None], axis=-1)[:, 0]
+    return chosen - jnp.log(jnp.exp(shifted).sum(axis=-1))
 
 
 def kept(sorted_rv: jax.Array, top_k_r: jax.Array, top_p_r: jax.Array) -> jax.Array:

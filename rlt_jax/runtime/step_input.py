@@ -28,6 +28,8 @@ class PackedLayout:
         packed = np.empty(self.size, np.int32)
         start = 0
         for name, shape, dtype in self.fields:
+            if name not in values:
+                raise ValueError(f"{name} is missing")
             value = np.asarray(values[name], dtype)
             if value.shape != shape:
                 raise ValueError(f"{name} has shape {value.shape}: must be {shape}")

@@ -92,7 +92,7 @@ def test_a_message_too_long_is_one_line_and_the_conversation_goes_on(chat, conve
     status, out, err = chat(["a", "x" * 60, "b"])
     assert (status, out) == (2, printed(texts))
     error, hint = err.splitlines()
-    assert error.startswith("rlt-jax: error: max_tokens = 3: prompt (")
+    assert error.startswith("rlt-jax: error: SamplingParams.max_tokens = 3: prompt (")
     assert error.endswith("must be <= 64, the model's context")
     assert "as before" in hint
 

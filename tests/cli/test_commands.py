@@ -59,7 +59,7 @@ def test_a_bad_command_is_one_line_and_status_2(cli, arguments, message):
     [
         (["--prompt="], "prompt = []: must have at least one token"),
         (["--prompt-token-ids=320"], "prompt[0] = 320: must be an integer >= 0 and <= 319"),
-        (["--prompt=a", "--prompt=" + "x" * 60], "prompts[1]: max_tokens = 12: prompt (60 tokens)"),
+        (["--prompt=a", "--prompt=" + "x" * 60], "prompts[1]: SamplingParams.max_tokens = 12: prompt (60 tokens)"),
         (["--prompt=a", "--max-loops=5"], "max_loops = 5"),
         (["--prompt=a", "--device=abacus"], "device = 'abacus'"),
         (["--prompt=a", "--total-ut-steps=9"], "total_ut_steps = 9"),
