@@ -66,7 +66,7 @@ class LLMEngine:
             self.model_config = checkpoint.config.with_total_ut_steps(total_ut_steps)
             self.tokenizer = _open_tokenizer(tokenizer, checkpoint.folder)
         self.dtype = dtype or ("float32" if self.device.platform == "cpu" else "bfloat16")
-        policy = DTypePolicy(self.dtype)
+        policy = DTypePolicy.on(self.device.platform, self.dtype)
         with self._timed("load weights"):
             sharding = jax.sharding.SingleDeviceSharding(self.device)
             params = load_params(checkpoint, policy, sharding)

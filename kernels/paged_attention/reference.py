@@ -30,7 +30,9 @@ def write_kv(
     physical = jnp.where(batch.valid_nq, physical, _nowhere(kv, physical.shape))
     offsets = batch.positions_nq % kv.page_size
     pool = kv.pool.at[layer, physical, :, :, offsets].set(
-        jnp.stack([k_nqkx, v_nqkx], axis=2), mode="drop", unique_indices=True
+        jnp.stack([k_nqkx, v_nqkx], axis=2).astype(kv.pool.dtype),
+        mode="drop",
+        unique_indices=True,
     )
     return kv.replace(pool=pool)
 
@@ -68,7 +70,7 @@ def paged_attention(
         scores = jnp.einsum(
             "nqkgx,nkcx->nkgqc",
             queries,
-            keys_nkcx,
+            keys_nkcx.astype(queries.dtype),
             precision=precision,
             preferred_element_type=jnp.float32,
         )

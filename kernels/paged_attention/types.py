@@ -9,7 +9,8 @@ from flax import struct
 class PagedKV:
     """The K/V of every layer, page and plane in one array.
 
-    pool: [layers, physical pages, 2 (K, V), kv_heads, page_size, head_dim].
+    pool: [layers, physical pages, 2 (K, V), kv_heads, page_size, head_dim], of the rows' dtype or
+    one that holds it exactly.
     planes: how many planes each logical page has, one after the other: the model's depth in the
     LAST_EXITED layout, 1 in SHARED. The physical page of logical page p at depth d (from 1) is
     p * planes + min(d, planes) - 1.

@@ -41,13 +41,23 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class DTypePolicy:
-    """Weights, activations and KV share one dtype; norms' statistics, rotary angles, the gate,
-    logits and sampling are always float32."""
+    """Weights and activations are of `dtype`, K/V of `kv_dtype` (None: of dtype). Norms'
+    statistics, rotary angles, the gate, logits and sampling are always float32."""
 
     dtype: str = "float32"
+    kv_dtype: str | None = None
 
     def __post_init__(self):
         check_choice("dtype", self.dtype, DTYPES)
+        if self.kv_dtype is None:
+            object.__setattr__(self, "kv_dtype", self.dtype)
+        check_choice("kv_dtype", self.kv_dtype, DTYPES)
+
+    @classmethod
+    def on(cls, platform: str, dtype: str) -> "DTypePolicy":
+        """The policy for a device. On a CPU K/V lies in float32, which holds bfloat16 exactly:
+        jax 0.10 copies a whole bfloat16 pool at every write there."""
+        return cls(dtype, "float32" if platform == "cpu" else dtype)
 
     @property
     def precision(self) -> lax.Precision:

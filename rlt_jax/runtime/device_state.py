@@ -61,7 +61,7 @@ def abstract_state(config: OuroConfig, policy: DTypePolicy, shape: StateShape) -
         config.head_dim,
     )
     return DeviceState(
-        kv=PagedKV(pool=spec(pool, dtype), planes=shape.planes),
+        kv=PagedKV(pool=spec(pool, jnp.dtype(policy.kv_dtype)), planes=shape.planes),
         hidden_sd=spec((*slots, config.hidden_size), dtype),
         last_token_s=spec(slots, jnp.int32),
         tables_sp=spec((*slots, shape.table_width), jnp.int32),

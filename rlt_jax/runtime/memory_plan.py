@@ -4,6 +4,7 @@ import dataclasses
 import os
 
 import jax
+import jax.numpy as jnp
 
 from rlt_jax.config import CacheConfig
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, abstract_params
@@ -62,7 +63,7 @@ def plan_memory(
         * cache.block_size
         * config.num_key_value_heads
         * config.head_dim
-        * (2 if policy.dtype == "bfloat16" else 4)
+        * jnp.dtype(policy.kv_dtype).itemsize
     )
     useful = -(-config.max_position_embeddings // cache.block_size) * planes * num_slots
     weights = tree_bytes(abstract_params(config, policy))

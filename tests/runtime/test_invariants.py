@@ -7,8 +7,9 @@ import pytest
 
 from rlt_jax.assembly import plan_buckets
 from rlt_jax.config import CacheConfig, ExecutionConfig, SchedulerConfig
+from rlt_jax.models.ouro import DTypePolicy
 from rlt_jax.runtime import compilation
-from rlt_jax.runtime.compilation import LateCompileError, Programs
+from rlt_jax.runtime.compilation import Buckets, LateCompileError, Programs
 from rlt_jax.runtime.programs import Kind
 from rlt_jax.sampling_params import SamplingParams
 from tests.support import SHAPES, build_engine, drive, random_work
@@ -34,6 +35,22 @@ def test_temporaries_do_not_depend_on_the_pool_for_any_program(shape):
     for key in small.all_keys():
         sizes = [p.get(*key).memory_analysis().temp_size_in_bytes for p in (small, large)]
         assert sizes[0] == sizes[1], key
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_temporaries_do_not_depend_on_the_pool_in_bfloat16_either(kind):
+    spec = dataclasses.replace(
+        build_engine("roomy").programs.spec, policy=DTypePolicy.on("cpu", "bfloat16")
+    )
+    sizes = []
+    for pages in (16, 64):
+        shape = dataclasses.replace(spec.shape, num_pages=pages)
+        one = Programs(
+            dataclasses.replace(spec, shape=shape), Buckets((1,), (1,)), jax.devices()[0]
+        )
+        compiled = one.get(kind, one.buckets.of(kind)[0])
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
