@@ -126,7 +126,8 @@ class Trainer:
         """Stage I, until its budget is spent, by earlier runs that this one resumes included."""
         run = self.run
         key = jax.random.key(run.seed + 1)
-        before, since, in_flight, speed = self.seconds, None, deque(), (self.step, 0.0)
+        before, since, in_flight = self.seconds, None, deque()
+        speed = self.step, self.seconds  # at the last log line
         for step, batch in training_batches(run.rows, run.seed, self.step):
             if self.budget is not None and self.seconds >= self.budget:
                 break
