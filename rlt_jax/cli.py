@@ -7,6 +7,7 @@ command needs is imported when it runs, so that --help is quick.
 import argparse
 import dataclasses
 import inspect
+import io
 import json
 import os
 import sys
@@ -46,12 +47,13 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
-    parser = build_parser()
-    options = parser.parse_args(arguments)
-    if options.command is None:
-        parser.print_help()
-        return 0
+    parser, options = build_parser(), None
+    _open_standard_streams()
     try:
+        options = parser.parse_args(arguments)
+        if options.command is None:
+            parser.print_help()
+            return 0
         status = options.command(options)
         sys.stdout.flush()
         return status or 0
@@ -62,10 +64,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("rlt-jax: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if options.debug:
+        if options is not None and options.debug:
             raise
         print(f"rlt-jax: error: {describe(error)}", file=sys.stderr)
         return 2
+
+
+def _open_standard_streams() -> None:
+    """A closed stream (`>&-`) reads and writes nothing; a narrow encoding loses no answer."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def describe(error: Exception) -> str:

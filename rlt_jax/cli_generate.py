@@ -82,7 +82,7 @@ def _read_prompts(path: str) -> list[str]:
         text = sys.stdin.read() if path == "-" else read_text(path)
     except UnicodeDecodeError as error:
         raise argparse.ArgumentTypeError(f"standard input: {error}") from None
-    return [line for line in text.split("\n") if line.strip()]
+    return [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
 
 
 def run_generate(

@@ -203,7 +203,7 @@ def integers(text: str) -> list[int]:
 def json_object(text: str) -> dict[str, Any]:
     """A JSON object, written out or as the path of a file that holds it."""
     source = "the value"
-    if not text.lstrip().startswith("{"):
+    if not text.lstrip().startswith(("{", "[")):
         source = text
         text = read_text(text)
     try:
@@ -217,7 +217,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 def read_text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise argparse.ArgumentTypeError(f"{path}: cannot be read: {reason}") from None

@@ -1,10 +1,9 @@
 """What a caller hands to generate(), checked and brought to one form."""
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 from rlt_jax.sampling_params import SamplingParams
-from rlt_jax.validation import fail
+from rlt_jax.validation import fail, plain_number
 
 Prompt = str | Sequence[int]
 
@@ -13,7 +12,7 @@ def check_prompts(prompts: object) -> list[Prompt]:
     """One prompt or many as a list of strings and lists of token ids."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, (bytes, bytearray, Mapping)) or not isinstance(prompts, Iterable):
+    if not _is_list(prompts):
         fail("prompts", prompts, "must be a string, token ids, or a list of these")
     prompts = list(prompts)
     if prompts and _is_integer(prompts[0]):
@@ -25,24 +24,26 @@ def check_prompts(prompts: object) -> list[Prompt]:
 
 
 def _check_token_ids(name: str, prompt: object) -> list[int]:
-    if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
+    if not _is_list(prompt):
         fail(name, prompt, "must be a string or a list of token ids")
     prompt = list(prompt)
     for i, token in enumerate(prompt):
         if not _is_integer(token):
             fail(f"{name}[{i}]", token, "must be an integer token id")
-    return [operator.index(token) for token in prompt]
+    return [plain_number(token) for token in prompt]
+
+
+def _is_list(value: object) -> bool:
+    """Something to go through; an array of rank 0 has __iter__ too, and raises in it."""
+    if isinstance(value, (bytes, bytearray, Mapping)) or getattr(value, "ndim", 1) == 0:
+        return False
+    return isinstance(value, Iterable)
 
 
 def _is_integer(value: object) -> bool:
     """One integer of any library; arrays of rank 1 and more are lists of them, even of length 1."""
-    if isinstance(value, bool) or getattr(value, "ndim", 0) != 0:
-        return False
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
+    value = plain_number(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_sampling_params(value: object, count: int) -> list[SamplingParams]:

@@ -1,8 +1,10 @@
 """Checks shared by every config dataclass: each error names the field, the value and the rule."""
 
+import contextlib
 import dataclasses
 import math
 import numbers
+import operator
 from collections.abc import Callable, Iterable
 
 
@@ -22,8 +24,11 @@ def fail(field: str, value: object, rule: str) -> None:
 
 
 def plain_number(value: object) -> object:
-    """NumPy's and other number types as Python's own; anything else as it is."""
+    """NumPy's and other libraries' numbers as Python's own, arrays of rank 0 included; anything
+    else as it is."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        with contextlib.suppress(TypeError):
+            return operator.index(value) if getattr(value, "ndim", None) == 0 else value
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 

@@ -19,6 +19,7 @@ from rlt_jax import (
     SchedulerConfig,
 )
 from rlt_jax.engine.types import BatchError
+from rlt_jax.inputs import check_prompts
 from rlt_jax.runtime.runner import Runner
 
 TINY = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16, "intermediate": 48}
@@ -414,3 +415,35 @@ def test_a_model_without_tokenizer_takes_and_gives_token_ids_only(checkpoint, tm
             llm.generate("Hello")
         with pytest.raises(ValueError, match=r"LLM\.tokenizer = None: chat\(\) needs a tokenizer"):
             llm.chat([{"role": "user", "content": "x"}])
+
+
+# Prompts of other libraries.
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([np.array([1, 2]), np.array([4])], [[1, 2], [4]]),
+        ([np.array([1]), np.array([3])], [[1], [3]]),
+        (np.array([1, 2]), [[1, 2]]),
+        ([np.int64(3), 4], [[3, 4]]),
+    ],
+)
+def test_arrays_are_prompts_of_token_ids(prompts, expected):
+    assert check_prompts(prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (np.array([1.0, 2.0]), "prompts[0] = "),
+        ([[1.5]], "prompts[0][0] = 1.5: must be an integer token id"),
+        (np.array(3), "prompts = "),
+        ([True], "prompts[0] = True"),
+        (bytearray(b"ab"), "prompts = "),
+    ],
+)
+def test_what_is_no_list_of_token_ids_is_refused(prompts, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_prompts(prompts)

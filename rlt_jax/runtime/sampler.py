@@ -55,9 +55,9 @@ def sample(
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
         return jax.random.gumbel(jax.random.fold_in(key, index), logits_rv.shape[-1:])
 
-    # Shifted first and kept off zero, so that no temperature, however small, overflows.
+    # Shifted first, and 0 / 0 left out: no temperature, however small, gives NaN.
     shifted = logits_rv - logits_rv.max(axis=-1, keepdims=True)
-    scaled = shifted / jnp.maximum(temperature_r, 1e-6)[:, None]
+    scaled = jnp.where(shifted == 0, 0.0, shifted / temperature_r[:, None])
     order = jnp.argsort(-scaled, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
     # Noise belongs to token ids, not to ranks: a near tie that swaps ranks keeps its draw.

@@ -59,7 +59,10 @@ def test_a_bad_command_is_one_line_and_status_2(cli, arguments, message):
     [
         (["--prompt="], "prompt = []: must have at least one token"),
         (["--prompt-token-ids=320"], "prompt[0] = 320: must be an integer >= 0 and <= 319"),
-        (["--prompt=a", "--prompt=" + "x" * 60], "prompts[1]: SamplingParams.max_tokens = 12: prompt (60 tokens)"),
+        (
+            ["--prompt=a", "--prompt=" + "x" * 60],
+            "prompts[1]: SamplingParams.max_tokens = 12: prompt (60 tokens)",
+        ),
         (["--prompt=a", "--max-loops=5"], "max_loops = 5"),
         (["--prompt=a", "--device=abacus"], "device = 'abacus'"),
         (["--prompt=a", "--total-ut-steps=9"], "total_ut_steps = 9"),
@@ -246,3 +249,35 @@ def test_python_m_is_the_same_command_and_help_is_quick():
         assert command in result.stdout
     assert result.stdout.endswith("0 False\n")
     assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "message"),
+    [
+        ("--prompt-file - <&-", 2, "--prompt: give at least one prompt"),
+        ("--prompt=a --max-tokens=2 >&-", 0, ""),
+        ("--prompt=a --max-tokens=9 --temperature=9 --seed=1", 0, ""),
+    ],
+)
+def test_closed_streams_and_narrow_encodings_give_no_traceback(
+    long_checkpoint, redirection, status, message
+):
+    flags = " ".join(long_checkpoint)
+    command = f"'{sys.executable}' -m rlt_jax generate {flags} {redirection}"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    assert message in done.stderr
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(generate, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n", encoding="utf-8-sig")
+    _, out, _ = generate(f"--prompt-file={file}", "--json")
+    assert parse_lines(out)[0]["prompt"] == "one"
+
+
+def test_inline_json_of_the_wrong_kind_is_not_taken_for_a_file(generate):
+    result = generate("--prompt=a", "--exit-mode=trace", "--depths-by-request=[1]")
+    assert_one_error_line(result, "must hold a JSON object")

@@ -401,16 +401,17 @@ def one_row(table: np.ndarray, position: int, depth: int) -> TileBatch:
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32], ids=["f32"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_temporaries_do_not_depend_on_the_pool(dtype):
-    """Donated, the pool is written in place; nothing is done to all of it."""
+    """Donated, the pool is written in place; nothing is done to all of it. (On a CPU the pool is
+    float32 for rows of either dtype: see DTypePolicy.on.)"""
     planes = 4
 
     def array(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def temporaries(pages):
-        kv = PagedKV(array(2, pages * planes, 2, 2, 16, 8, dtype=dtype), planes)
+        kv = PagedKV(array(2, pages * planes, 2, 2, 16, 8, dtype=jnp.float32), planes)
         rows = array(4, 1, 2, 8, dtype=dtype)
         valid = array(4, 1, dtype=bool)
         batch = TileBatch(array(4, 5), array(4, 1), valid, array(4))

@@ -264,6 +264,25 @@ def test_device_plan_is_budget_less_weights_temporaries_slots_and_reserve(
     assert planned.kv_bytes <= free < planned.kv_bytes + 4 * BLOCK
 
 
+@pytest.mark.parametrize(
+    "in_use, others",
+    [
+        (1_000_000_000, 0),  # a part of the weights
+        (2_869_305_346, 0),  # the weights
+        (2_869_305_346 + 5_000_000_000, 5_000_000_000),
+    ],
+)
+def test_device_plan_leaves_out_what_others_hold(fake_gpu, in_use, others):
+    """Memory in use beyond the model's own weights is not there to be planned with."""
+    alone = plan(slots=128, device=fake_gpu)
+    FakePrograms.temporaries = 700_000_000
+    planned = plan(slots=128, device=dataclasses.replace(fake_gpu, bytes_in_use=in_use))
+    assert planned.budget_bytes == alone.budget_bytes - others
+    free = planned.budget_bytes - planned.weight_bytes - planned.temporary_bytes
+    free -= planned.reserve_bytes
+    assert planned.kv_bytes <= free < planned.kv_bytes + 4 * BLOCK
+
+
 def test_device_plan_compiles_the_largest_buckets_with_the_least_pool(fake_gpu):
     plan(slots=128, device=fake_gpu)
     shape = FakePrograms.spec.shape

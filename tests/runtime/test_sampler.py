@@ -359,6 +359,14 @@ def test_tiny_temperatures_act_like_greedy(temperature):
         assert np.array_equal(drawn, logits.argmax(-1))
 
 
+@pytest.mark.parametrize("temperature", TINY[1:])
+def test_tiny_temperatures_tell_neighbouring_floats_apart(temperature):
+    """Logits an ulp apart are worlds apart at 1e-30."""
+    logits = np.full(VOCAB, -3, np.float32)
+    logits[7], logits[5] = 1, np.nextafter(np.float32(1), np.float32(2))
+    assert set(sample(logits, seeds=range(ROWS), temperature=temperature)) == {5}
+
+
 @pytest.mark.parametrize("temperature", [1e6, 1e30])
 def test_huge_temperatures_are_even(temperature):
     drawn = sample(random_logits() * 5, seeds=range(ROWS), temperature=temperature)
@@ -393,6 +401,19 @@ def exact_logprob(logits, tokens) -> np.ndarray:
     shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     rows = np.arange(len(logits))
     return shifted[rows, tokens] - np.log(np.exp(shifted).sum(-1))
+
+
+@pytest.mark.parametrize("offset", [0.0, 10.0, -30.0, 1000.0])
+@pytest.mark.parametrize("vocab", [97, 4099])
+def test_raw_logprob_is_the_log_softmax_of_the_raw_logits(offset, vocab):
+    """Every f32 row has an exact answer: a common offset must not cost digits."""
+    rng = np.random.default_rng(0)
+    logits = (rng.normal(size=(200, vocab)) * 3 + offset).astype(np.float32)
+    tokens = np.where(rng.random(200) < 0.5, logits.argmax(-1), rng.integers(0, vocab, 200))
+    exact = exact_logprob(logits, tokens)
+    got = np.asarray(raw_logprob(logits, tokens.astype(np.int32)))
+    assert got.dtype == np.float32
+    assert (np.abs(got - exact) - np.spacing(np.abs(got))).max() <= 1e-6
 
 
 def test_raw_logprob_of_extreme_logits():

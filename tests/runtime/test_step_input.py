@@ -111,3 +111,12 @@ def test_a_misshapen_field_is_refused_by_name(layout):
         for wrong in [(*shape, 1), (7, *shape), *longer]:
             with pytest.raises(ValueError, match=f"^{name} has shape .*must be"):
                 layout.pack({**values, name: np.zeros(wrong, dtype)})
+
+
+@all_layouts
+def test_a_missing_field_is_refused_by_name(layout):
+    for name, _, _ in layout.fields:
+        values = random_values(layout)
+        del values[name]
+        with pytest.raises(ValueError, match=name):
+            layout.pack(values)
