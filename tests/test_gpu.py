@@ -7,25 +7,12 @@ import pytest
 
 from rlt_jax.assembly import assemble
 from rlt_jax.config import SchedulerConfig
-from rlt_jax.models.ouro import DTypePolicy, OuroConfig, init_params
+from rlt_jax.models.ouro import DTypePolicy, init_params
 from rlt_jax.sampling_params import SamplingParams
 from tests.oracle import Comparison
-from tests.support import SHAPES, build_engine, drive, random_work
+from tests.support import OURO_1_4B, SHAPES, build_engine, drive, random_work
 
 pytestmark = pytest.mark.gpu
-
-OURO_1_4B = OuroConfig(
-    vocab_size=49152,
-    hidden_size=2048,
-    intermediate_size=5632,
-    num_hidden_layers=24,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    head_dim=128,
-    max_position_embeddings=65536,
-    total_ut_steps=4,
-    rope_theta=1e6,
-)
 
 
 @pytest.fixture(scope="module")

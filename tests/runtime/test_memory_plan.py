@@ -16,22 +16,12 @@ from rlt_jax.runtime.memory_plan import MemoryPlan, plan_memory
 from rlt_jax.runtime.programs import Kind, ProgramSpec
 from tests import support
 from tests.reference.checkpoints import tensor_shapes
+from tests.support import OURO_1_4B
 
 CPU = jax.devices("cpu")[0]
 BUCKETS = Buckets(rows=(1, 2, 4, 8), tiles=(1, 2, 4, 8, 16))
 GIB = 2**30
 
-OURO_1_4B = OuroConfig(
-    vocab_size=49152,
-    hidden_size=2048,
-    intermediate_size=5632,
-    num_hidden_layers=24,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    head_dim=128,
-    max_position_embeddings=65536,
-    total_ut_steps=4,
-)
 BLOCK = 3_145_728  # 24 layers * 16 tokens * 16 heads * 128 * (K and V) * 2 bytes
 
 
