@@ -18,6 +18,7 @@ from rlt_jax.checkpoints_convert.inspect import kv_bytes_per_token
 from rlt_jax.models.ouro_config import OuroConfig
 
 OURO = {
+    "rope_theta": 1e6,
     "vocab_size": 49152,
     "hidden_size": 2048,
     "intermediate_size": 5632,

@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -213,7 +214,8 @@ class Terminal:
         """Reads on until the text has come; returns what came before it."""
         deadline = time.monotonic() + seconds
         while text not in self.seen:
-            assert time.monotonic() < deadline, self.seen
+            left = deadline - time.monotonic()
+            assert left > 0 and select.select([self.master], [], [], left)[0], self.seen
             try:
                 self.seen += os.read(self.master, 4096).decode(errors="replace")
             except OSError:  # the other end is closed
@@ -231,7 +233,9 @@ def test_on_a_terminal_it_prompts_colours_and_survives_ctrl_c(long_checkpoint):
     terminal = Terminal("chat", *long_checkpoint, "--ignore-eos", "--max-tokens=9")
     try:
         assert "/help lists the commands" in terminal.wait_for("> ")
-        terminal.process.send_signal(signal.SIGINT)  # at the prompt: drops the line
+        terminal.type("dropped")
+        terminal.wait_for("dropped")  # echoed: it is reading now, so the signal finds it there
+        terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for("> ")
         terminal.type("hello\n")
         terminal.wait_for("hello")
