@@ -25,7 +25,7 @@ def download(hub_id: str, weights: bool = True) -> Path:
     except ImportError as error:
         raise CheckpointError(
             f"{hub_id}: no such folder, and as a hub id it needs huggingface_hub "
-            "(pip install 'rlt-jax[hub]')"
+            "(pip install huggingface_hub)"
         ) from error
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))

@@ -60,10 +60,9 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
 
 
 def kv_bytes_per_token(config: OuroConfig, dtype: str) -> dict[str, int]:
-    """Each KV layout to the bytes that one token occupies: K and V at every layer, and with
-    last_exited at every depth too."""
-    heads = config.num_key_value_heads
-    plane = 2 * config.num_hidden_layers * heads * config.head_dim * DTYPES[dtype].itemsize
+    """Each KV layout to the bytes that one token occupies on a GPU: K and V at every layer, and
+    with last_exited at every depth too. (On a CPU K/V is always float32.)"""
+    plane = config.kv_bytes_per_position(DTYPES[dtype].itemsize)
     return {"last_exited": plane * config.total_ut_steps, "shared": plane}
 
 

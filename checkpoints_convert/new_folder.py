@@ -1,6 +1,7 @@
 """Writing a whole folder or nothing: a temporary folder beside it, renamed once when complete."""
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -120,7 +121,14 @@ def _is_ouro_folder(folder: Path) -> bool:
 
 
 def _publish(temporary: Path, destination: Path) -> None:
-    """Renames the complete folder into place; an old one goes only once the new one is there."""
+    """Renames the complete folder into place; an old one goes only once the new one is there.
+
+    Where the system can, the two change places in one step, so that a kill at any moment leaves
+    one of them: the old one is then the temporary folder, which new_folder removes.
+    """
+    if destination.exists() and _exchange(temporary, destination):
+        _sync(destination.parent)
+        return
     old = None
     if destination.exists():
         old = destination.parent / f".{destination.name}.old-{secrets.token_hex(4)}"
@@ -148,3 +156,15 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Lets two folders change places atomically; False where the system cannot (renameat2)."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    paths = (os.fsencode(one), os.fsencode(other))
+    return renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0

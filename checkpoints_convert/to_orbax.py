@@ -30,8 +30,7 @@ from rlt_jax.checkpoints_convert.orbax_folder import (
 from rlt_jax.checkpoints_convert.progress import byte_progress
 from rlt_jax.checkpoints_convert.safetensors_folder import HuggingFaceFolder
 from rlt_jax.checkpoints_convert.tensors import DTYPES, TensorInfo, expected_items
-
-CONVERT_DTYPES = ("bfloat16", "float32")
+from rlt_jax.config import DTYPES as CONVERTED_TO
 
 
 def convert(
@@ -52,8 +51,8 @@ def convert(
     Raises CheckpointError on bad input, an existing destination, a full disk or a failed
     verification; nothing that loads is left behind then.
     """
-    if dtype is not None and dtype not in CONVERT_DTYPES:
-        choices = ", ".join(CONVERT_DTYPES)
+    if dtype is not None and dtype not in CONVERTED_TO:
+        choices = ", ".join(CONVERTED_TO)
         raise CheckpointError(f"dtype = {dtype!r}: must be one of {choices}, or None")
     destination = check_destination(Path(destination), force)
     checkpoint = open_checkpoint(source)

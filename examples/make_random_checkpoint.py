@@ -3,7 +3,7 @@
     python examples/make_random_checkpoint.py /tmp/ouro-random --layers 4 --hidden 256
 
 The folder holds config.json, model.safetensors and a byte-level tokenizer with a chat template:
-everything that `rlt-jax generate`, `serve` and `convert` need. The weights are drawn at a healthy
+everything that `rlt-jax generate` and `convert` need. The weights are drawn at a healthy
 scale (matrices N(0, 1/in), norms near 1, the embedding N(0, 1)) and the exit gate so that hazards
 spread over about 0.1 to 0.8: text is nonsense, but depths vary.
 """

@@ -1,6 +1,7 @@
 """Puts an engine together: memory plan, device state, programs, runner, scheduler."""
 
 import dataclasses
+import logging
 
 import jax
 
@@ -16,6 +17,10 @@ from rlt_jax.runtime.compilation import Buckets, Programs, use_compilation_cache
 from rlt_jax.runtime.memory_plan import MemoryPlan, plan_memory
 from rlt_jax.runtime.programs import ProgramSpec
 from rlt_jax.runtime.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+MAX_EXECUTABLES = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +55,15 @@ def assemble(
     plan = plan_memory(model, policy, cache, scheduling.max_num_seqs, buckets, device)
     shape = plan.state_shape(scheduling.max_num_seqs, model.max_position_embeddings)
     programs = Programs(ProgramSpec(model, policy, shape), buckets, device)
+    count = len(programs.all_keys())
+    logger.info("at most %d executables", count)
+    if count > MAX_EXECUTABLES:
+        logger.warning(
+            "%d executables can be compiled: a larger ExecutionConfig.min_row_bucket or"
+            " min_prefill_bucket makes it fewer (%d is a good limit)",
+            count,
+            MAX_EXECUTABLES,
+        )
     if execution.compile_ahead:
         programs.warm_up()
     runner = Runner(params, programs)

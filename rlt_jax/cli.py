@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from rlt_jax.cli_chat import add_chat_flags
 from rlt_jax.cli_generate import add_generate_flags
 from rlt_jax.cli_options import Parser
+from rlt_jax.config import DTYPES
 
 _EXAMPLES = """\
 examples:
@@ -125,7 +126,7 @@ def build_parser() -> Parser:
 
     convert = add("convert", run_convert, "Hugging Face checkpoint to Orbax", _CONVERT_EXAMPLES)
     _add_folders(convert)
-    convert.add_argument("--dtype", choices=("float32", "bfloat16"), help="cast the weights")
+    convert.add_argument("--dtype", choices=DTYPES, help="cast the weights")
     convert.add_argument("--verify", action="store_true", help="read back and compare each tensor")
 
     _add_folders(add("export", run_export, "Orbax checkpoint to Hugging Face", _EXPORT_EXAMPLES))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
+from rlt_jax.config import DTYPES, CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
 from rlt_jax.packaged_model import NAME as PACKAGED_MODEL
 from rlt_jax.sampling_params import SamplingParams
 
@@ -156,8 +156,8 @@ def add_engine_flags(parser: Parser) -> None:
     model.add_argument("--tokenizer", metavar="FOLDER", help="another tokenizer (or its hub id)")
     model.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16"),
-        help="weights, activations and KV (default: bfloat16 on a GPU, float32 on a CPU)",
+        choices=DTYPES,
+        help="weights and activations (default: bfloat16 on a GPU, float32 on a CPU)",
     )
     model.add_argument("--device", help="where to run: cpu, gpu, gpu:1, ... (default: JAX's)")
     model.add_argument(

@@ -5,6 +5,7 @@ carries its help text; the command line is generated from them.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 from rlt_jax.validation import (
@@ -14,13 +15,14 @@ from rlt_jax.validation import (
     check_int,
     fail,
     option,
+    plain_number,
     plain_numbers,
 )
 
+DTYPES = ("float32", "bfloat16")
 LAYOUTS = ("last_exited", "shared")
 SCHEDULER_MODES = ("refill", "no_refill")
 EXIT_MODES = ("ouro", "trace")
-KERNELS = ("auto", "reference")
 
 MAX_INT32 = 2**31 - 1  # pages, slots and positions are int32 on the device
 MAX_BUCKET = 2**16
@@ -134,9 +136,10 @@ class ExitConfig:
                 fail(name, request_id, "request ids must be non-empty strings")
             if not isinstance(depths, (list, tuple)) or not depths:
                 fail(f"{name}[{request_id!r}]", depths, "must be a non-empty list of depths")
+            depths = tuple(plain_number(depth) for depth in depths)
             for i, depth in enumerate(depths):
                 check_int(f"{name}[{request_id!r}][{i}]", depth, minimum=1)
-            frozen[request_id] = tuple(depths)
+            frozen[request_id] = depths
         object.__setattr__(self, "depths_by_request", frozen)
 
     def __hash__(self):
@@ -148,7 +151,7 @@ class ExitConfig:
 _REPLACED_EXECUTION_OPTIONS = {
     "static_buffers": "the device state is always preallocated and donated",
     "pad_to_power_of_two": "batches are always padded to power-of-two buckets",
-    "multi_stream": "XLA runs one compute stream; programs are fused to overlap work",
+    "multi_stream": "XLA runs one compute stream per device",
     "cuda_graphs": "XLA records command buffers by itself",
     "cuda_graph_max_batch_size": "XLA records command buffers by itself",
     "cuda_graph_max_graphs": "XLA records command buffers by itself",
@@ -158,9 +161,8 @@ _REPLACED_EXECUTION_OPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class ExecutionConfig:
-    """How programs are compiled and which kernels they use."""
+    """How programs are compiled."""
 
-    kernels: str = option("auto", "kernel implementations", choices=KERNELS)
     compilation_cache_dir: str | None = option(
         None, "folder that keeps compiled programs between runs (None: JAX's own setting)"
     )
@@ -176,7 +178,6 @@ class ExecutionConfig:
 
     def __post_init__(self):
         plain_numbers(self)
-        check_choice("ExecutionConfig.kernels", self.kernels, KERNELS)
         if self.compilation_cache_dir is not None and (
             not isinstance(self.compilation_cache_dir, str) or not self.compilation_cache_dir
         ):
@@ -204,6 +205,7 @@ class ExecutionConfig:
 
 
 def _refuse_replaced_options(init):
+    @functools.wraps(init)
     def checked(self, *args, **kwargs):
         for name in kwargs:
             if name in _REPLACED_EXECUTION_OPTIONS:

@@ -102,7 +102,6 @@ class LLM:
             execution_config=execution_config,
         )
         self.startup_times = {"import": imported, **self._engine.startup_times}
-        self._next_id = 0
         self._busy = threading.Lock()  # held from a call's start to its end, streams included
         self._unfinished: list[str] = []  # of the running call, or left by one cut short
 
@@ -142,10 +141,9 @@ class LLM:
         engine = self._open_engine()
         requests = self._check_requests(prompts, sampling_params, request_ids)
         with self._running(engine, requests):
+            ids = [request_id for request_id, _, _ in requests]
             finished = {
-                output.request_id: output
-                for output in _run(engine, [request_id for request_id, _, _ in requests])
-                if output.finished
+                output.request_id: output for output in _run(engine, ids, only_finished=True)
             }
         outputs = [finished[request_id] for request_id, _, _ in requests]
         _raise_errors(outputs)
@@ -243,7 +241,7 @@ class LLM:
         prompts = check_prompts(prompts)
         params = check_sampling_params(sampling_params, len(prompts))
         if request_ids is None:
-            ids = [str(self._next_id + i) for i in range(len(prompts))]
+            ids = [str(i) for i in range(len(prompts))]
         else:
             ids = check_request_ids(request_ids, len(prompts))
         return list(zip(ids, prompts, params, strict=True))
@@ -269,7 +267,6 @@ class LLM:
                 except ValueError as error:
                     which = f"prompts[{i}]: " if len(requests) > 1 else ""
                     raise ValueError(f"{which}{error}") from error
-            self._next_id += len(requests)
             yield
             self._unfinished.clear()
         except BaseException:
@@ -337,13 +334,15 @@ def _close_last() -> None:
         last[1].close()
 
 
-def _run(engine: "LLMEngine", request_ids: Iterable[str]) -> Iterator[RequestOutput]:
+def _run(
+    engine: "LLMEngine", request_ids: Iterable[str], only_finished: bool = False
+) -> Iterator[RequestOutput]:
     """Steps the engine until these requests have finished; yields their outputs as they grow."""
     pending = set(request_ids)
     while pending:
         if not engine.has_unfinished_requests():
             raise RuntimeError(f"LLM: the engine lost the requests {sorted(pending)}")
-        for output in engine.step():
+        for output in engine.step(only_finished):
             if output.request_id in pending:
                 if output.finished:
                     pending.discard(output.request_id)

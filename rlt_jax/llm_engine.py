@@ -1,4 +1,4 @@
-"""LLMEngine: the one interface behind the Python API, the command line and the server."""
+"""LLMEngine: the one interface behind the Python API and the command line."""
 
 import contextlib
 import os
@@ -12,8 +12,8 @@ import jax
 from rlt_jax.assembly import Assembly, assemble
 from rlt_jax.checkpoints_convert.checkpoint import open_checkpoint, resolve_folder
 from rlt_jax.checkpoints_convert.load import load_params
-from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
-from rlt_jax.models.ouro import DTYPES, DTypePolicy
+from rlt_jax.config import DTYPES, CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
+from rlt_jax.models.ouro import DTypePolicy
 from rlt_jax.outputs import RequestOutput
 from rlt_jax.sampling_params import SamplingParams
 from rlt_jax.tokenizer import IncrementalDecoder, Tokenizer
@@ -107,10 +107,14 @@ class LLMEngine:
             fail("prompt", prompt, "must be token ids: this model has no tokenizer.json")
         return self.tokenizer.encode(prompt)
 
-    def step(self) -> list[RequestOutput]:
-        """Runs one batch; an output for every request that got a token or ended."""
+    def step(self, only_finished: bool = False) -> list[RequestOutput]:
+        """Runs one batch; an output for every request that got a token or ended.
+
+        only_finished: outputs of ended requests alone, which saves time where nobody watches the
+        others grow.
+        """
         with self._lock:
-            return self._running().core.step()
+            return self._running().core.step(only_finished)
 
     def abort_request(self, request_id: str) -> bool:
         """Ends a request; False when there is none. The next step() returns its last output."""

@@ -4,8 +4,6 @@ import dataclasses
 
 from rlt_jax.sampling_params import SamplingParams
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
-
 
 @dataclasses.dataclass(frozen=True)
 class RequestMetrics:

@@ -30,8 +30,10 @@ class SamplingParams:
     top_p: float = option(1.0, "nucleus: drop tokens once the mass before them exceeds this")
     top_k: int = option(-1, "keep the k most likely tokens and all ties of the k-th (-1: all)")
     seed: int | None = option(None, "0 .. 2^63-1 (None: drawn from the system and reported)")
-    min_loops: int | None = option(None, "earliest loop a decoded token may exit at")
-    max_loops: int | None = option(None, "last loop of a decoded token")
+    min_loops: int | None = option(
+        None, "earliest loop a decoded token may exit at (None: 2, or max_loops if less)"
+    )
+    max_loops: int | None = option(None, "last loop of a decoded token (None: the model's depth)")
     exit_threshold: float = option(1.0, "exit probability to reach, in [0, 1]; 1: fixed depth")
     ignore_eos: bool = option(False, "go on after the end-of-sequence token")
     stop_token_ids: tuple[int, ...] = option((), "token ids that end the output")
@@ -61,5 +63,5 @@ class SamplingParams:
         for i, token in enumerate(tokens):
             check_int(f"{name}.stop_token_ids[{i}]", token, minimum=0)
         object.__setattr__(self, "stop_token_ids", tokens)
-        if self.logprobs is not None:
-            check_int(f"{name}.logprobs", self.logprobs, minimum=0, maximum=0, optional=True)
+        if self.logprobs is not None and (isinstance(self.logprobs, bool) or self.logprobs != 0):
+            fail(f"{name}.logprobs", self.logprobs, "must be 0 (the output tokens' own) or None")

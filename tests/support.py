@@ -11,6 +11,7 @@ import numpy as np
 from rlt_jax.assembly import Assembly, assemble
 from rlt_jax.checkpoints_convert.fuse import fuse_ends, fuse_layer
 from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
+from rlt_jax.engine.types import SchedulerOutput
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
 from rlt_jax.outputs import RequestOutput
 from rlt_jax.sampling_params import SamplingParams
@@ -104,6 +105,18 @@ def build_engine(
             min_row_bucket=shape.min_row_bucket, min_prefill_bucket=shape.min_prefill_bucket
         ),
     )
+
+
+def watch(engine: Assembly) -> list[SchedulerOutput]:
+    """The batches that the engine submits from now on."""
+    batches, submit = [], engine.runner.submit
+
+    def watched(batch):
+        batches.append(batch)
+        return submit(batch)
+
+    engine.runner.submit = watched
+    return batches
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,6 @@ FIELDS = {
     (SchedulerConfig, "max_prefill_batches_before_decode"): POSITIVE,
     (SchedulerConfig, "min_coda_batch_size"): POSITIVE,
     (ExitConfig, "mode"): (["ouro"], choice("ouro", "trace")[1], choice("ouro", "trace")[2]),
-    (ExecutionConfig, "kernels"): choice("auto", "reference"),
     (ExecutionConfig, "compilation_cache_dir"): (
         [None, "/tmp/cache"],
         ["", 5, b"x"],
@@ -171,7 +170,7 @@ OTHER_VALUES = {
     CacheConfig: {"num_blocks": 8, "layout": "shared"},
     SchedulerConfig: {"max_num_seqs": 2},
     ExitConfig: {"mode": "trace", "depths_by_request": {"a": [4, 1], "b": [4]}},
-    ExecutionConfig: {"kernels": "reference"},
+    ExecutionConfig: {"compile_ahead": True},
 }
 
 

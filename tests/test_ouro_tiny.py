@@ -42,12 +42,12 @@ def test_97_percent_of_every_task_is_right_at_full_depth(full_depth):
     assert set(full_depth["depths"]) == {4}
 
 
-def test_early_exit_saves_a_loop_at_no_more_than_a_point(full_depth_llm, full_depth, papers):
+def test_early_exit_saves_a_loop_at_no_more_than_a_point(full_depth_llm, papers):
     """On a quarter of the problems, for the test's time; evaluate.py takes them all."""
     some = {name: problems[::4] for name, problems in papers.items()}
     early = measure(full_depth_llm, some, DOCUMENTED_THRESHOLD)
     assert early["mean_depth"] <= 3.0
-    assert early["mean"] >= full_depth["mean"] - 1
+    assert early["mean"] >= measure(full_depth_llm, some)["mean"] - 1
     assert len(early["depths"]) >= 2
 
 

@@ -90,7 +90,14 @@ class Trainer:
     def save(self) -> None:
         for field in dataclasses.fields(self.state):
             save_tree(self.out / f"{field.name}.npz", getattr(self.state, field.name))
-        progress = {"step": self.step, "seconds": self.seconds, "budget": self.budget}
+        if self.best is not None:
+            save_tree(self.out / "best.npz", self.best)
+        progress = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "budget": self.budget,
+            "best_score": self.best_score,
+        }
         (self.out / "progress.json").write_text(json.dumps(progress) + "\n", encoding="utf-8")
 
     def resume(self) -> None:
@@ -101,7 +108,9 @@ class Trainer:
         self.state = TrainState(**parts)
         progress = json.loads((self.out / "progress.json").read_text(encoding="utf-8"))
         self.step, self.seconds = progress["step"], progress["seconds"]
-        self.budget = progress["budget"]
+        self.budget, self.best_score = progress["budget"], progress["best_score"]
+        if (self.out / "best.npz").exists():
+            self.best = load_tree(self.out / "best.npz", self.state.average)
         self.log(f"resumed after step {self.step}, {self.seconds:.0f} s of stage I")
 
     def validate_and_save(self) -> None:

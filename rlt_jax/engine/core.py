@@ -85,8 +85,10 @@ class EngineCore:
     def has_unfinished_requests(self) -> bool:
         return bool(self._untold) or self.scheduler.has_unfinished_requests()
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, only_finished: bool = False) -> list[RequestOutput]:
         """Runs one batch; outputs of the requests that got a token or ended.
+
+        only_finished: leave out those that only grew, and the cost of describing them.
 
         A failed batch ends its requests with an error, or all running ones where the device
         state went with it. Whatever else comes in between (Ctrl-C, say) may have left a batch
@@ -104,7 +106,11 @@ class EngineCore:
             self._lost = self._lost or f"interrupted: {type(error).__name__}: {error}"
             self._recover()
             raise
-        outputs = [request.output() for request in self._untold.values()]
+        outputs = [
+            request.output()
+            for request in self._untold.values()
+            if request.finished or not only_finished
+        ]
         for generation, request in self._untold.items():
             if request.finished:
                 self._live.pop(generation, None)

@@ -293,6 +293,8 @@ class Scheduler:
 
         A result whose request has ended meanwhile only brings its resources home.
         """
+        if output.sequence != batch.sequence:
+            raise RuntimeError(f"results of batch {output.sequence} for batch {batch.sequence}")
         grown = []
         for row, result in zip(batch.rows, output.rows, strict=True):
             request = self._by_generation.get(result.generation)

@@ -17,12 +17,12 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from rlt_jax.config import DTYPES
 from rlt_jax.kernels.paged_attention import PagedKV, TileBatch, paged_attention, write_kv
 from rlt_jax.models.ouro_config import OuroConfig
 from rlt_jax.validation import check_choice
 
 __all__ = [
-    "DTYPES",
     "DTypePolicy",
     "OuroConfig",
     "OuroLayerParams",
@@ -34,9 +34,6 @@ __all__ = [
     "prelude",
     "recurrent",
 ]
-
-
-DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)

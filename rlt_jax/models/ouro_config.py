@@ -141,6 +141,10 @@ class OuroConfig:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
+    def kv_bytes_per_position(self, itemsize: int) -> int:
+        """Bytes of one token's K and V in one plane."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * itemsize
+
     def with_total_ut_steps(self, steps: int | None) -> "OuroConfig":
         """The same model run for fewer loops, prompt and decode alike (None: as it is)."""
         if steps is None:

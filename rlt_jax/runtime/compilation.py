@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -67,30 +68,31 @@ def _powers_of_two(first: int, covered: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Key:
-    kind: Kind
-    bucket: int
     spec: ProgramSpec
     device: jax.Device
 
 
-_executables: dict[_Key, Future] = {}
+# The process keeps the executables of this many engines' shapes, the latest used ones.
+MAX_KEPT_SPECS = 32
+_executables: OrderedDict[_Key, dict[tuple[Kind, int], Future]] = OrderedDict()
 _lock = threading.Lock()
 
 
-def _compile(key: _Key) -> jax.stages.Compiled:
-    sharding = jax.sharding.SingleDeviceSharding(key.device)
+def compile_program(
+    kind: Kind, bucket: int, spec: ProgramSpec, device: jax.Device
+) -> jax.stages.Compiled:
+    """Compiles one program for a device."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
 
     def placed(tree):
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
         )
 
-    spec = key.spec
     state = placed(abstract_state(spec.config, spec.policy, spec.shape))
     params = placed(abstract_params(spec.config, spec.policy))
-    size = input_layout(key.kind, key.bucket, spec.shape).size
-    packed = jax.ShapeDtypeStruct((size,), np.int32)
-    program = jax.jit(build(key.kind, key.bucket, spec), donate_argnums=0)
+    packed = jax.ShapeDtypeStruct((input_layout(kind, bucket, spec.shape).size,), np.int32)
+    program = jax.jit(build(kind, bucket, spec), donate_argnums=0)
     return program.lower(state, params, packed).compile()
 
 
@@ -106,40 +108,54 @@ class Programs:
         self.buckets = buckets
         self.device = device
         self.late_compiles = 0
-        self.compiled: set[tuple[Kind, int]] = set()
+        self._compiled: dict[tuple[Kind, int], jax.stages.Compiled] = {}
         self.compile_seconds: dict[str, float] = {}
         self._warm = False
+
+    @property
+    def compiled(self) -> set[tuple[Kind, int]]:
+        """The programs that this engine has at hand."""
+        return set(self._compiled)
 
     def all_keys(self) -> list[tuple[Kind, int]]:
         """Every (program, bucket) that this engine can reach."""
         return [(kind, bucket) for kind in Kind for bucket in self.buckets.of(kind)]
 
     def get(self, kind: Kind, bucket: int) -> jax.stages.Compiled:
-        key = _Key(kind, bucket, self.spec, self.device)
+        executable = self._compiled.get((kind, bucket))
+        if executable is None:
+            executable = self._compiled[kind, bucket] = self._share(kind, bucket)
+        return executable
+
+    def _share(self, kind: Kind, bucket: int) -> jax.stages.Compiled:
+        """The process's executable of a program, compiled here if nobody has it."""
+        key = _Key(self.spec, self.device)
         with _lock:
-            future = _executables.get(key)
+            shared = _executables.setdefault(key, {})
+            _executables.move_to_end(key)
+            while len(_executables) > MAX_KEPT_SPECS:
+                _executables.popitem(last=False)
+            future = shared.get((kind, bucket))
             mine = future is None
             if mine:
                 self._note_late_compile(kind, bucket)
-                future = _executables[key] = Future()
+                future = shared[kind, bucket] = Future()
         if mine:
-            self._fill(future, key)
-        executable = future.result()
-        self.compiled.add((kind, bucket))
-        return executable
+            self._fill(future, shared, kind, bucket)
+        return future.result()
 
-    def _fill(self, future: Future, key: _Key) -> None:
+    def _fill(self, future: Future, shared: dict, kind: Kind, bucket: int) -> None:
         started = time.perf_counter()
         try:
-            future.set_result(_compile(key))
+            future.set_result(compile_program(kind, bucket, self.spec, self.device))
         except BaseException as error:
             with _lock:
-                del _executables[key]  # the next caller may try again
+                del shared[kind, bucket]  # the next caller may try again
             # Others who wait for it are not the ones who pressed Ctrl-C.
             mine = isinstance(error, Exception)
             future.set_exception(error if mine else RuntimeError("compiling was interrupted"))
             raise
-        self.compile_seconds[f"{key.kind.value}_{key.bucket}"] = time.perf_counter() - started
+        self.compile_seconds[f"{kind.value}_{bucket}"] = time.perf_counter() - started
 
     def prefetch(self, keys: Iterable[tuple[Kind, int]]) -> None:
         """Compiles in threads (XLA releases the GIL) and waits for all."""

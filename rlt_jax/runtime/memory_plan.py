@@ -1,16 +1,20 @@
 """How many KV blocks fit: read off the compiled programs, not off a trial run."""
 
 import dataclasses
+import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 
 from rlt_jax.config import CacheConfig
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, abstract_params
-from rlt_jax.runtime.compilation import Buckets, Programs
+from rlt_jax.runtime.compilation import Buckets, compile_program
 from rlt_jax.runtime.device_state import StateShape, abstract_state, tree_bytes
 from rlt_jax.runtime.programs import Kind, ProgramSpec
+
+logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 2**30
 
@@ -57,14 +61,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Sizes the KV pool. Raises ValueError when not even one page fits."""
     planes = config.total_ut_steps if cache.layout == "last_exited" else 1
-    block_bytes = (
-        2
-        * config.num_hidden_layers
-        * cache.block_size
-        * config.num_key_value_heads
-        * config.head_dim
-        * jnp.dtype(policy.kv_dtype).itemsize
-    )
+    itemsize = jnp.dtype(policy.kv_dtype).itemsize
+    block_bytes = cache.block_size * config.kv_bytes_per_position(itemsize)
     useful = -(-config.max_position_embeddings // cache.block_size) * planes * num_slots
     weights = tree_bytes(abstract_params(config, policy))
     terms: dict[str, int] = {}
@@ -116,18 +114,29 @@ def _device_terms(
     """
     width = -(-config.max_position_embeddings // cache.block_size)
     shape = StateShape(num_slots, 1, planes, cache.block_size, width)
-    programs = Programs(ProgramSpec(config, policy, shape), buckets, device)
-    kinds = (Kind.PREFILL, Kind.RECURRENT_GATED, Kind.CODA_SAMPLE)
-    keys = [(kind, buckets.of(kind)[-1]) for kind in kinds]
-    programs.prefetch(keys)
-    analyses = [programs.get(*key).memory_analysis() for key in keys]
+    spec = ProgramSpec(config, policy, shape)
+
+    def analyse(kind: Kind):
+        return compile_program(kind, buckets.of(kind)[-1], spec, device).memory_analysis()
+
+    with ThreadPoolExecutor() as pool:
+        analyses = list(pool.map(analyse, (Kind.PREFILL, Kind.RECURRENT_GATED, Kind.CODA_SAMPLE)))
     temporaries = max(a.temp_size_in_bytes for a in analyses)
     state = abstract_state(config, policy, shape)
     slots = tree_bytes(state) - tree_bytes(state.kv)
     limit = device.memory_stats()["bytes_limit"]
     in_use = device.memory_stats()["bytes_in_use"]  # the weights lie there already
     others = max(0, in_use - tree_bytes(abstract_params(config, policy)))
-    budget = min(limit, int(cache.gpu_memory_utilization * _total_memory(device)))
+    wanted = int(cache.gpu_memory_utilization * _total_memory(device))
+    if wanted > limit:
+        logger.warning(
+            "JAX's allocator may take %d bytes of the %d that gpu_memory_utilization = %s allows:"
+            " set XLA_PYTHON_CLIENT_MEM_FRACTION, or import rlt_jax before jax",
+            limit,
+            wanted,
+            cache.gpu_memory_utilization,
+        )
+    budget = min(limit, wanted)
     return {
         "temporary_bytes": temporaries + slots,
         "budget_bytes": budget - others,

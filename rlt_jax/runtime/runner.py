@@ -85,12 +85,11 @@ class Runner:
 
     def reset(self) -> None:
         """Drops the device state, whatever became of it, and builds a new one."""
-        self._state = None  # its memory first: there is room for one pool only
+        old, self._state = self._state, None
+        for leaf in jax.tree.leaves(old):  # its memory first: there is room for one pool only
+            if not leaf.is_deleted():
+                leaf.delete()
         self._state = self._fresh_state()
-
-    def wait(self) -> None:
-        """Blocks until everything submitted has run."""
-        jax.block_until_ready(self._state)
 
     def _fresh_state(self) -> DeviceState:
         spec = self._programs.spec

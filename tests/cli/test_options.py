@@ -30,7 +30,6 @@ TYPED = {
     (SchedulerConfig, "min_coda_batch_size"): (["2"], 2),
     (ExitConfig, "mode"): (["trace", "--depths-by-request", '{"0": [4]}'], "trace"),
     (ExitConfig, "depths_by_request"): (['{"0": [4, 1]}', "--exit-mode=trace"], {"0": (4, 1)}),
-    (ExecutionConfig, "kernels"): (["reference"], "reference"),
     (ExecutionConfig, "compilation_cache_dir"): (["/tmp/cache"], "/tmp/cache"),
     (ExecutionConfig, "compile_ahead"): ([], True),
     (ExecutionConfig, "min_row_bucket"): (["2"], 2),

@@ -1,17 +1,20 @@
 """Invariant 1: tokens and depths are the same however a request was batched."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlt_jax.config import ExitConfig
+from rlt_jax.engine.types import Stage
 from rlt_jax.sampling_params import SamplingParams
 from tests.oracle import Comparison
-from tests.support import SHAPES, VOCAB, Work, build_engine, drive, random_work
+from tests.support import SHAPES, VOCAB, Work, build_engine, drive, random_work, watch
 
 FEW = settings(
-    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 
 MODES = [
@@ -24,6 +27,24 @@ MODES = [
 ]
 
 
+def features(batches) -> Counter:
+    """What happened in a run: that much each comparison has compared."""
+    seen = Counter()
+    chunks = Counter()
+    for batch in batches:
+        depths = {row.depth for row in batch.rows}
+        seen["mixed depths"] += batch.stage is Stage.RECURRENT and len(depths) > 1
+        seen["crowds"] += batch.stage is Stage.RECURRENT and len(batch.rows) > 1
+        seen["coda of 3"] += batch.stage is Stage.CODA and len(batch.rows) >= 3
+        seen["greedy and sampling"] += batch.samples
+        seen["gates"] += batch.reads_gate
+        if batch.stage is Stage.PREFILL:
+            chunks.update(row.generation for row in batch.rows)
+            seen["several prompts"] += len(batch.rows) > 1
+    seen["chunked prompts"] = sum(count > 1 for count in chunks.values())
+    return seen
+
+
 def essence(outputs):
     return {key: (o.token_ids, o.exit_depths, o.finish_reason) for key, o in outputs.items()}
 
@@ -34,7 +55,14 @@ def essence(outputs):
 def test_crowd_equals_the_pytorch_oracle(shape, scheduling):
     work = random_work(numbers=1, count=14, logprobs=0)
     work = [dataclasses.replace(one, arrival=3 * i) for i, one in enumerate(work)]
-    outputs = drive(build_engine(shape, eos_token_ids=(5,), **scheduling), work)
+    engine = build_engine(shape, eos_token_ids=(5,), **scheduling)
+    batches = watch(engine)
+    outputs = drive(engine, work)
+    seen = features(batches)
+    assert seen["crowds"] and seen["gates"]
+    assert bool(seen["mixed depths"]) == (scheduling["mode"] == "refill")
+    assert seen["coda of 3"] or "min_coda_batch_size" not in scheduling
+    assert seen["chunked prompts"] >= 5 or "prefill_chunk_size" not in scheduling
     comparison = Comparison()
     for i, one in enumerate(work):
         comparison.compare(one, outputs[str(i)], SHAPES[shape].layout, eos=(5,))
@@ -115,6 +143,23 @@ def workloads(draw):
     return work
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_replaying_recorded_depths_gives_the_same_tokens_without_the_gate(shape):
+    work = random_work(numbers=6, count=10)
+    recorded = drive(build_engine(shape), work)
+    depths = {name: list(output.exit_depths) for name, output in recorded.items()}
+    trace = ExitConfig(mode="trace", depths_by_request=depths)
+    engine = build_engine(shape, exit_config=trace, prefill_chunk_size=5)
+    batches = watch(engine)
+    assert essence(drive(engine, work)) == essence(recorded)
+    seen = features(batches)
+    assert seen["mixed depths"] and not seen["gates"]
+    assert len({depth for one in depths.values() for depth in one}) >= 3
+
+
+SEEN = Counter()  # over all examples of the property below
+
+
 @FEW
 @given(
     shape=st.sampled_from(["roomy", "tight", "shared"]),
@@ -129,7 +174,11 @@ def workloads(draw):
     ),
 )
 def test_any_schedule_gives_each_request_what_it_gets_alone(shape, work, scheduling):
-    outputs = drive(build_engine(shape, **scheduling), work)
+    engine = build_engine(shape, **scheduling)
+    batches = watch(engine)
+    outputs = drive(engine, work)
+    SEEN.update(features(batches))
+    SEEN.update(output.finish_reason for output in outputs.values())
     for i, one in enumerate(work):
         alone = drive(build_engine(shape), [dataclasses.replace(one, arrival=0, cancel=None)])["0"]
         got = outputs[str(i)]
@@ -139,3 +188,8 @@ def test_any_schedule_gives_each_request_what_it_gets_alone(shape, work, schedul
             assert got.exit_depths == alone.exit_depths[:count]
         else:
             assert essence({"0": got}) == essence({"0": alone})
+
+
+def test_the_property_above_met_every_feature():
+    expected = {"mixed depths", "crowds", "gates", "chunked prompts", "greedy and sampling"}
+    assert expected | {"abort", "length", "stop"} <= set(+SEEN)

@@ -216,4 +216,5 @@ def test_smoke_run_and_resume(tmp_path):
     train("--out", out, "--smoke", "--resume", "--minutes", "0.3")
     resumed = json.loads((tmp_path / "run" / "progress.json").read_text())
     assert resumed["step"] > progress["step"]
+    assert resumed["best_score"] >= progress["best_score"] >= 0
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()

@@ -199,32 +199,36 @@ class FakeAnalysis:
     temp_size_in_bytes: int
 
 
-class FakePrograms:
+class FakeCompiler:
     """Notes what is compiled; a prefill is said to need the most temporaries."""
 
-    asked: tuple = ()
-    temporaries = 700_000_000
+    def __init__(self):
+        self.asked = {}
+        self.spec = None
 
-    def __init__(self, spec, buckets, device):
-        FakePrograms.spec, FakePrograms.asked = spec, ()
+    def __call__(self, kind, bucket, spec, device):
+        self.asked[kind], self.spec = bucket, spec
+        return FakeExecutable(700_000_000 if kind is Kind.PREFILL else 600_000_000)
 
-    def prefetch(self, keys):
-        FakePrograms.asked = tuple(keys)
 
-    def get(self, kind, bucket):
-        assert (kind, bucket) in FakePrograms.asked
-        return self
+@dataclasses.dataclass
+class FakeExecutable:
+    temporaries: int
 
     def memory_analysis(self):
-        FakePrograms.temporaries -= 1
-        return FakeAnalysis(FakePrograms.temporaries + 1)
+        return FakeAnalysis(self.temporaries)
 
 
 @pytest.fixture
-def fake_gpu(monkeypatch):
+def compiler(monkeypatch):
+    compiler = FakeCompiler()
+    monkeypatch.setattr(memory_plan, "compile_program", compiler)
+    return compiler
+
+
+@pytest.fixture
+def fake_gpu(compiler, monkeypatch):
     """A GPU of 100 GB whose allocator may take 92 % of it."""
-    monkeypatch.setattr(memory_plan, "Programs", FakePrograms)
-    monkeypatch.setattr(FakePrograms, "temporaries", 700_000_000)
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     return FakeGPU(92_000_000_000)
@@ -265,7 +269,6 @@ def test_device_plan_is_budget_less_weights_temporaries_slots_and_reserve(
 def test_device_plan_leaves_out_what_others_hold(fake_gpu, in_use, others):
     """Memory in use beyond the model's own weights is not there to be planned with."""
     alone = plan(slots=128, device=fake_gpu)
-    FakePrograms.temporaries = 700_000_000
     planned = plan(slots=128, device=dataclasses.replace(fake_gpu, bytes_in_use=in_use))
     assert planned.budget_bytes == alone.budget_bytes - others
     free = planned.budget_bytes - planned.weight_bytes - planned.temporary_bytes
@@ -273,12 +276,12 @@ def test_device_plan_leaves_out_what_others_hold(fake_gpu, in_use, others):
     assert planned.kv_bytes <= free < planned.kv_bytes + 4 * BLOCK
 
 
-def test_device_plan_compiles_the_largest_buckets_with_the_least_pool(fake_gpu):
+def test_device_plan_compiles_the_largest_buckets_with_the_least_pool(fake_gpu, compiler):
     plan(slots=128, device=fake_gpu)
-    shape = FakePrograms.spec.shape
+    shape = compiler.spec.shape
     assert (shape.num_pages, shape.planes, shape.table_width) == (1, 4, 4096)
     largest = {Kind.PREFILL: 16, Kind.RECURRENT_GATED: 8, Kind.CODA_SAMPLE: 8}
-    assert dict(FakePrograms.asked) == largest
+    assert compiler.asked == largest
 
 
 def test_device_plan_is_capped_at_the_useful_capacity(fake_gpu):
