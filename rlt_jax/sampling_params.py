@@ -63,5 +63,5 @@ class SamplingParams:
         for i, token in enumerate(tokens):
             check_int(f"{name}.stop_token_ids[{i}]", token, minimum=0)
         object.__setattr__(self, "stop_token_ids", tokens)
-        if self.logprobs is not None and (isinstance(self.logprobs, bool) or self.logprobs != 0):
+        if self.logprobs is not None and (type(self.logprobs) is not int or self.logprobs != 0):
             fail(f"{name}.logprobs", self.logprobs, "must be 0 (the output tokens' own) or None")

@@ -37,7 +37,7 @@ FIELDS = {
     ),
     "ignore_eos": ([True, False], [0, 1, None, "no"], "must be True or False"),
     "stop_token_ids": ([(), (0, 5)], [None, 5, "5", {5}], "must be a list of token ids"),
-    "logprobs": ([None, 0], [-1, 1, 0.0, False], "must be an integer >= 0 and <= 0 or None"),
+    "logprobs": ([None, 0], [-1, 1, 0.0, False], "must be 0 (the output tokens' own) or None"),
 }
 
 GOOD = [(field, value) for field, (good, _, _) in FIELDS.items() for value in good]

@@ -139,7 +139,7 @@ def test_dtype_casts_every_tensor_and_config_says_so(source, edit_tensors, tmp_p
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "f32", 3])
 def test_unknown_dtype_is_refused(tiny_source, tmp_path, dtype):
-    with pytest.raises(CheckpointError, match=r"dtype = .*must be one of bfloat16, float32"):
+    with pytest.raises(CheckpointError, match=r"dtype = .*must be one of float32, bfloat16"):
         convert(tiny_source, tmp_path / "out", dtype=dtype)
 
 

@@ -78,7 +78,9 @@ def test_error_of_the_hub_is_passed_on(hub):
 
 def test_hub_id_without_huggingface_hub_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match=r"org/ouro: no such folder.*rlt-jax\[hub\]"):
+    with pytest.raises(
+        CheckpointError, match=r"org/ouro: no such folder.*pip install huggingface_hub"
+    ):
         open_checkpoint("org/ouro")
 
 

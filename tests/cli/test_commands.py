@@ -223,7 +223,7 @@ def test_help_all_shows_what_help_leaves_out(cli, command):
     _, short, _ = cli(command, "--help")
     status, out, _ = cli(command, "--help-all")
     assert status == 0
-    for flag in ("--block-size", "--max-num-seqs", "--exit-mode", "--compile-ahead"):
+    for flag in ("--block-size", "--max-num-seqs", "--exit-mode", "--min-row-bucket"):
         assert f"\n  {flag} " in out
         assert flag not in short
     assert set(short.split()) < set(out.split())
