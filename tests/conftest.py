@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from tests.tiny import TINY
+
 
 def wants_gpu(config) -> bool:
     return config.getoption("markexpr") == "gpu"
@@ -20,3 +22,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="a GPU test: run `pytest -m gpu` on a GPU"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> str:
+    """The folder of a tiny random checkpoint with a context of 64 tokens."""
+    from examples.make_random_checkpoint import make_random_checkpoint
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    return str(make_random_checkpoint(folder, max_positions=64, dtype="float32", **TINY))

@@ -8,11 +8,8 @@ import shutil
 import numpy as np
 import pytest
 
-from examples.make_random_checkpoint import make_random_checkpoint
 from rlt_jax import (
     LLM,
-    CacheConfig,
-    ExecutionConfig,
     ExitConfig,
     GenerationError,
     SamplingParams,
@@ -21,21 +18,9 @@ from rlt_jax import (
 from rlt_jax.engine.types import BatchError
 from rlt_jax.inputs import check_prompts
 from rlt_jax.runtime.runner import Runner
+from tests.tiny import ADAPTIVE, OPTIONS
 
-TINY = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16, "intermediate": 48}
-OPTIONS = {
-    "cache_config": CacheConfig(num_blocks=256),
-    "scheduler_config": SchedulerConfig(max_num_seqs=4),
-    "execution_config": ExecutionConfig(min_row_bucket=4, min_prefill_bucket=8),  # few programs
-}
-ADAPTIVE = SamplingParams(max_tokens=12, exit_threshold=0.5, ignore_eos=True)
 PROMPTS = ["Hello", "the quick brown fox", "é", "a b"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llm") / "tiny"
-    return make_random_checkpoint(folder, max_positions=64, dtype="float32", **TINY)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from examples.make_random_checkpoint import make_random_checkpoint
 from rlt_jax import LLM, CacheConfig, ExecutionConfig, LLMEngine, SamplingParams, SchedulerConfig
 
 OPTIONS = {
@@ -15,13 +14,6 @@ OPTIONS = {
     "execution_config": ExecutionConfig(min_row_bucket=2, min_prefill_bucket=2),
 }
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    sizes = {"hidden": 32, "layers": 1, "heads": 2, "head_dim": 16, "intermediate": 48}
-    folder = tmp_path_factory.mktemp("engine") / "tiny"
-    return str(make_random_checkpoint(folder, max_positions=64, dtype="float32", **sizes))
 
 
 @pytest.fixture(scope="module")

@@ -7,24 +7,11 @@ import sys
 import pytest
 
 import rlt_jax
-from examples.make_random_checkpoint import make_random_checkpoint
-from rlt_jax import LLM, CacheConfig, ExecutionConfig, SamplingParams, SchedulerConfig
+from rlt_jax import LLM, CacheConfig
 from rlt_jax.llm_engine import LLMEngine
+from tests.tiny import ADAPTIVE, OPTIONS
 
-TINY = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16, "intermediate": 48}
-OPTIONS = {
-    "cache_config": CacheConfig(num_blocks=256),
-    "scheduler_config": SchedulerConfig(max_num_seqs=4),
-    "execution_config": ExecutionConfig(min_row_bucket=4, min_prefill_bucket=8),  # few programs
-}
-ADAPTIVE = SamplingParams(max_tokens=12, exit_threshold=0.5, ignore_eos=True)
 PROMPTS = ["Hello", "the quick brown fox", "é", "a b"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llm") / "tiny"
-    return make_random_checkpoint(folder, max_positions=64, dtype="float32", **TINY)
 
 
 def answers(outputs):

@@ -6,13 +6,9 @@ from examples.make_random_checkpoint import make_random_checkpoint
 from rlt_jax import LLM
 from rlt_jax.cli import main
 from rlt_jax.tokenizer import Tokenizer
-from tests.cli.support import ADAPTIVE, ADAPTIVE_PARAMS, PROMPTS, SMALL, TINY, Typed, small_configs
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cli") / "tiny"
-    return str(make_random_checkpoint(folder, max_positions=64, dtype="float32", **TINY))
+from tests.cli.support import ADAPTIVE, PROMPTS, SMALL, Typed
+from tests.tiny import ADAPTIVE as ADAPTIVE_PARAMS
+from tests.tiny import OPTIONS, TINY
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +25,7 @@ def long_checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def expected(checkpoint):
     """What the Python interface answers to PROMPTS."""
-    with LLM(checkpoint, **small_configs()) as llm:
+    with LLM(checkpoint, **OPTIONS) as llm:
         return llm.generate(PROMPTS, ADAPTIVE_PARAMS)
 
 

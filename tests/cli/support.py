@@ -1,24 +1,11 @@
-"""Flags under which the tests of the command line run the same few compiled programs, and checks
-that they share."""
+"""The flags that say what tests.tiny says, and checks that the tests of the command line share."""
 
 import io
 import json
 
-from rlt_jax import CacheConfig, ExecutionConfig, SamplingParams, SchedulerConfig
-
-TINY = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16, "intermediate": 48}
 SMALL = ["--num-blocks=256", "--max-num-seqs=4", "--min-row-bucket=4", "--min-prefill-bucket=8"]
 ADAPTIVE = ["--max-tokens=12", "--exit-threshold=0.5", "--ignore-eos"]
-ADAPTIVE_PARAMS = SamplingParams(max_tokens=12, exit_threshold=0.5, ignore_eos=True)
 PROMPTS = ["Hello", "the quick brown fox"]
-
-
-def small_configs():
-    return {
-        "cache_config": CacheConfig(num_blocks=256),
-        "scheduler_config": SchedulerConfig(max_num_seqs=4),
-        "execution_config": ExecutionConfig(min_row_bucket=4, min_prefill_bucket=8),
-    }
 
 
 class Typed(io.StringIO):

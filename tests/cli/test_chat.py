@@ -18,7 +18,8 @@ from rlt_jax import LLM, SamplingParams
 from rlt_jax.cli import build_parser
 from rlt_jax.cli_chat import Chat
 from rlt_jax.runtime.runner import Runner
-from tests.cli.support import SMALL, assert_one_error_line, neutral, small_configs
+from tests.cli.support import SMALL, assert_one_error_line, neutral
+from tests.tiny import OPTIONS
 
 PARAMS = SamplingParams(max_tokens=3, exit_threshold=0.5, ignore_eos=True)
 FLAGS = [*SMALL, "--max-tokens=3", "--exit-threshold=0.5", "--ignore-eos"]
@@ -37,7 +38,7 @@ def chat(cli, checkpoint, monkeypatch):
 
 @pytest.fixture(scope="module")
 def llm(checkpoint):
-    with LLM(checkpoint, **small_configs()) as llm:
+    with LLM(checkpoint, **OPTIONS) as llm:
         yield llm
 
 
