@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -133,7 +134,7 @@ def test_generate_answers_as_an_llm_and_keeps_the_model(checkpoint, engines):
 
 def test_without_a_model_the_packaged_one_answers(checkpoint, engines, monkeypatch):
     where = "rlt_jax.checkpoints_convert.checkpoint.packaged_folder"
-    monkeypatch.setattr(where, lambda: checkpoint)
+    monkeypatch.setattr(where, lambda: Path(checkpoint))
     expected = answers(rlt_jax.generate("a", checkpoint, ADAPTIVE, **OPTIONS))
     assert answers(rlt_jax.generate("a", sampling_params=ADAPTIVE, **OPTIONS)) == expected
     with LLM(**OPTIONS) as llm:
