@@ -111,6 +111,7 @@ class Scheduler:
         return once nothing of it is in flight; its id is free at once."""
         request = self.find(request_id)
         if request is not None:
+            self._withdraw(request)
             self._finish(request, "abort")
         return request
 
@@ -120,6 +121,7 @@ class Scheduler:
         failed = [request for request in failed if not request.finished]
         for request in failed:
             request.error = error
+            self._withdraw(request)
             self._finish(request, "error")
         return failed
 
@@ -364,11 +366,15 @@ class Scheduler:
             self._release(request)
         return not request.finished
 
-    def _finish(self, request: Request, reason: str) -> None:
-        queue = self._waiting if request.stage is RequestStage.WAITING else None
-        queue = self._queues.get(request.stage, queue)
+    def _withdraw(self, request: Request) -> None:
+        """Takes a request that ends from outside out of its queue; in flight it is in none."""
+        waiting = request.stage is RequestStage.WAITING
+        queue = self._waiting if waiting else self._queues[request.stage]
         if not request.in_flight and request in queue:
             queue.remove(request)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        """Ends a request that is in no queue."""
         request.finish_reason = reason
         request.stage = RequestStage.FINISHED
         del self._by_id[request.id]

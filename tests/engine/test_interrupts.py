@@ -30,6 +30,7 @@ INTERRUPTED_FUNCTIONS = (
     "_advance",
     "_emit",
     "_land",
+    "_withdraw",
     "_finish",
     "_release",
     "allocate",
