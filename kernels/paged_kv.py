@@ -63,6 +63,13 @@ class RowBatch:
     depths_r: jax.Array
     valid_r: jax.Array
 
+    @property
+    def row_positions(self) -> jax.Array:
+        return self.positions_r
+
+    def at_depth(self, depth: jax.Array) -> "RowBatch":
+        return self.replace(depths_r=jnp.full_like(self.depths_r, depth))
+
     def places(self, kv: PagedKV) -> Places:
         return _places(kv, self.tables_rp, self.positions_r, self.depths_r, self.valid_r)
 
@@ -86,6 +93,9 @@ class TileBatch:
     num_rows: int = struct.field(pytree_node=False)
     tile_rows: int = struct.field(pytree_node=False)
 
+    def at_depth(self, depth: jax.Array) -> "TileBatch":
+        return self.replace(depths_n=jnp.full_like(self.depths_n, depth))
+
     @property
     def first_rows_n(self) -> jax.Array:
         return jnp.cumsum(self.counts_n) - self.counts_n
@@ -97,7 +107,7 @@ class TileBatch:
         return jnp.sum(ends_n <= jnp.arange(self.num_rows)[:, None], axis=1, dtype=jnp.int32)
 
     @property
-    def positions_t(self) -> jax.Array:
+    def row_positions(self) -> jax.Array:
         """Token positions, int32 [t]; anything in padding rows."""
         first_n = self.starts_n - self.first_rows_n
         return jnp.arange(self.num_rows) + first_n.at[self.tiles_t].get(mode="clip")
@@ -105,7 +115,7 @@ class TileBatch:
     def places(self, kv: PagedKV) -> Places:
         tiles_t = self.tiles_t
         row = jnp.minimum(tiles_t, self.counts_n.shape[0] - 1)
-        positions_t = self.positions_t
+        positions_t = self.row_positions
         logical_t = self.tables_np.at[row, positions_t // kv.page_size].get(mode="clip")
         pages_t = kv.physical_page(logical_t, self.depths_n[row])
         return Places(pages_t, positions_t % kv.page_size, tiles_t < self.counts_n.shape[0])

@@ -11,7 +11,7 @@ from rlt_jax.engine.exit_policy import exit_policy
 from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
 from rlt_jax.engine.scheduler import Scheduler
-from rlt_jax.engine.types import PREFILL_TILE
+from rlt_jax.kernels.selection import select
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
 from rlt_jax.runtime.compilation import Buckets, Programs, use_compilation_cache
 from rlt_jax.runtime.memory_plan import MemoryPlan, plan_memory
@@ -51,10 +51,21 @@ def assemble(
     execution = (execution_config or ExecutionConfig()).resolve(device.platform)
     use_compilation_cache(execution.compilation_cache_dir)
 
+    kernels = select(
+        execution.kernels,
+        platform=device.platform,
+        dtype=policy.dtype,
+        kv_dtype=policy.kv_dtype,
+        head_dim=model.head_dim,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_key_value_heads,
+        page_size=cache.block_size,
+    )
     buckets = plan_buckets(cache, scheduling, execution)
-    plan = plan_memory(model, policy, cache, scheduling.max_num_seqs, buckets, device)
+    plan = plan_memory(model, policy, cache, scheduling.max_num_seqs, buckets, device, kernels)
     shape = plan.state_shape(scheduling.max_num_seqs, model.max_position_embeddings)
-    programs = Programs(ProgramSpec(model, policy, shape), buckets, device)
+    spec = ProgramSpec(model, policy, shape, kernels, execution.tokens_per_dispatch)
+    programs = Programs(spec, buckets, device)
     count = len(programs.all_keys())
     logger.info("at most %d executables", count)
     if count > MAX_EXECUTABLES:
@@ -67,6 +78,8 @@ def assemble(
     if execution.compile_ahead:
         programs.warm_up()
     runner = Runner(params, programs)
+    if execution.compile_ahead and device.platform == "gpu":
+        runner.run_all()
 
     limits = ModelLimits(
         vocab_size=model.vocab_size,
@@ -76,8 +89,9 @@ def assemble(
     )
     exits = exit_policy(exit_config or ExitConfig())
     kv = KVAccounting(KVGeometry(plan.num_pages, plan.planes, plan.block_size))
-    scheduler = Scheduler(scheduling, limits, exits, kv)
-    return Assembly(EngineCore(scheduler, runner, limits, exits), runner, programs, plan)
+    scheduler = Scheduler(scheduling, limits, exits, kv, execution.tokens_per_dispatch)
+    core = EngineCore(scheduler, runner, limits, exits, execution.max_in_flight)
+    return Assembly(core, runner, programs, plan)
 
 
 def plan_buckets(
@@ -85,7 +99,12 @@ def plan_buckets(
 ) -> Buckets:
     """Buckets that hold the largest batches the scheduler can make."""
     rows = min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
-    # A prompt chunk fills whole tiles but for its last one; SHARED takes one tile per request.
-    whole = scheduling.max_num_batched_tokens // PREFILL_TILE
-    tiles = rows + whole if cache.layout == "last_exited" else rows
-    return Buckets.plan(rows, execution.min_row_bucket, tiles, execution.min_prefill_bucket)
+    # SHARED prefills requests beside each other, position by position.
+    last_exited = cache.layout == "last_exited"
+    return Buckets.plan(
+        rows,
+        execution.min_row_bucket,
+        scheduling.max_num_batched_tokens if last_exited else rows,
+        execution.min_prefill_bucket if last_exited else execution.min_row_bucket,
+        execution.tokens_per_dispatch,
+    )

@@ -23,6 +23,7 @@ DTYPES = ("float32", "bfloat16")
 LAYOUTS = ("last_exited", "shared")
 SCHEDULER_MODES = ("refill", "no_refill")
 EXIT_MODES = ("ouro", "trace")
+KERNELS = ("auto", "mosaic", "triton", "reference")
 
 MAX_INT32 = 2**31 - 1  # pages, slots and positions are int32 on the device
 MAX_BUCKET = 2**16
@@ -161,7 +162,17 @@ _REPLACED_EXECUTION_OPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class ExecutionConfig:
-    """How programs are compiled."""
+    """How programs are compiled and sent to the device."""
+
+    kernels: str = option(
+        "auto", "attention kernels (auto: the fastest that fit the device)", choices=KERNELS
+    )
+    max_in_flight: int = option(
+        2, "batches on the device at once; a batch whose content hangs on a result waits for it"
+    )
+    tokens_per_dispatch: int = option(
+        1, "tokens that greedy full-depth requests run in one dispatch: 1, 2 or 4"
+    )
 
     compilation_cache_dir: str | None = option(
         None, "folder that keeps compiled programs between runs (None: JAX's own setting)"
@@ -173,11 +184,17 @@ class ExecutionConfig:
         None, "smallest bucket of decode rows, a power of two (None: 1 on a CPU, 8 on a GPU)"
     )
     min_prefill_bucket: int | None = option(
-        None, "smallest bucket of prefill tiles, a power of two (None: 1 on a CPU, 4 on a GPU)"
+        None, "smallest bucket of prompt tokens, a power of two (None: 16 on a CPU, 128 on a GPU)"
     )
 
     def __post_init__(self):
         plain_numbers(self)
+        check_choice("ExecutionConfig.kernels", self.kernels, KERNELS)
+        check_int("ExecutionConfig.max_in_flight", self.max_in_flight, minimum=1)
+        name = "ExecutionConfig.tokens_per_dispatch"
+        check_int(name, self.tokens_per_dispatch, minimum=1)
+        if self.tokens_per_dispatch not in (1, 2, 4):
+            fail(name, self.tokens_per_dispatch, "must be 1, 2 or 4")
         if self.compilation_cache_dir is not None and (
             not isinstance(self.compilation_cache_dir, str) or not self.compilation_cache_dir
         ):
@@ -195,12 +212,12 @@ class ExecutionConfig:
 
     def resolve(self, platform: str) -> "ExecutionConfig":
         """The same config with the open choices replaced by the platform's defaults."""
-        rows, tiles = (1, 1) if platform == "cpu" else (8, 4)
+        rows, prompts = (1, 16) if platform == "cpu" else (8, 128)
         return dataclasses.replace(
             self,
             compile_ahead=platform != "cpu" if self.compile_ahead is None else self.compile_ahead,
             min_row_bucket=self.min_row_bucket or rows,
-            min_prefill_bucket=self.min_prefill_bucket or tiles,
+            min_prefill_bucket=self.min_prefill_bucket or prompts,
         )
 
 

@@ -64,14 +64,14 @@ class EngineShape:
     max_num_seqs: int
     max_num_batched_tokens: int
     min_row_bucket: int = 1
-    min_prefill_bucket: int = 1
+    min_prefill_bucket: int = 8
 
 
 SHAPES = {
     # 4 requests of full context fit.
     "roomy": EngineShape("last_exited", 4, 256, 4, 24),
     # Fewer blocks than 4 requests want: they wait for each other. One bucket for all batches.
-    "tight": EngineShape("last_exited", 8, 52, 4, 24, min_row_bucket=4, min_prefill_bucket=8),
+    "tight": EngineShape("last_exited", 8, 52, 4, 24, min_row_bucket=4, min_prefill_bucket=32),
     "shared": EngineShape("shared", 4, 64, 4, 24),
 }
 

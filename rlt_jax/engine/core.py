@@ -1,7 +1,8 @@
-"""The engine loop: schedule, submit, collect, update; and what happens when a batch fails."""
+"""The engine loop: schedule, submit ahead, collect, update; and what happens on a failure."""
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ class BatchRunner(Protocol):
 
 
 class EngineCore:
-    """Drives one scheduler and one runner, one batch at a time."""
+    """Drives one scheduler and one runner, with up to `max_in_flight` batches on the device."""
 
     def __init__(
         self,
@@ -35,13 +36,16 @@ class EngineCore:
         runner: BatchRunner,
         limits: ModelLimits,
         policy: ExitPolicy,
+        max_in_flight: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.scheduler = scheduler
         self.runner = runner
         self._limits = limits
         self._policy = policy
+        self._max_in_flight = max_in_flight
         self._clock = clock
+        self._in_flight: deque[tuple[SchedulerOutput, Any]] = deque()  # with their tickets
         self._next_generation = 0
         self._live: dict[int, Request] = {}  # added and not told to have ended, by generation
         self._untold: dict[int, Request] = {}  # changed since the last outputs, by generation
@@ -83,10 +87,11 @@ class EngineCore:
         return request is not None
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._untold) or self.scheduler.has_unfinished_requests()
+        """Whether step() has anything to do: a batch in flight still holds blocks."""
+        return bool(self._untold or self._in_flight) or self.scheduler.has_unfinished_requests()
 
     def step(self, only_finished: bool = False) -> list[RequestOutput]:
-        """Runs one batch; outputs of the requests that got a token or ended.
+        """Submits what it can, collects one batch; outputs of the requests it gave a token or end.
 
         only_finished: leave out those that only grew, and the cost of describing them.
 
@@ -97,9 +102,9 @@ class EngineCore:
         """
         try:
             self._recover()
-            batch = self.scheduler.schedule()
-            if batch is not None:
-                self._run(batch)
+            self._submit_ahead()
+            if self._in_flight:
+                self._collect_oldest()
             elif not self._untold and self.scheduler.has_unfinished_requests():
                 raise RuntimeError(f"no request can run: {self.scheduler.stats()}")
         except BaseException as error:
@@ -117,18 +122,33 @@ class EngineCore:
         self._untold.clear()
         return outputs
 
-    def _run(self, batch: SchedulerOutput) -> None:
+    def _submit_ahead(self) -> None:
+        while len(self._in_flight) < self._max_in_flight:
+            batch = self.scheduler.schedule()
+            if batch is None:
+                return
+            try:
+                self._in_flight.append((batch, self.runner.submit(batch)))
+            except BatchError as error:
+                logger.error("%s", error)
+                self.scheduler.discard(batch)
+                generations = [row.generation for row in batch.rows]
+                self._tell(self.scheduler.fail(generations, str(error)))
+                return
+            except DeviceLostError as error:
+                return self._lose(error)
+
+    def _collect_oldest(self) -> None:
+        batch, ticket = self._in_flight.popleft()
         try:
-            ticket = self.runner.submit(batch)
             self._tell(self.scheduler.update(batch, self.runner.collect(ticket)))
-        except BatchError as error:
-            logger.error("%s", error)
-            self.scheduler.discard(batch)
-            self._tell(self.scheduler.fail([row.generation for row in batch.rows], str(error)))
         except DeviceLostError as error:
-            logger.error("%s; the device state is rebuilt", error)
-            self._lost = str(error)
-            self._recover()
+            self._lose(error)
+
+    def _lose(self, error: DeviceLostError) -> None:
+        logger.error("%s; the device state is rebuilt", error)
+        self._lost = str(error)
+        self._recover()
 
     def _recover(self) -> None:
         """After the device state was lost: fails the running requests, builds a new state.
@@ -136,6 +156,7 @@ class EngineCore:
         May itself be interrupted or fail: the next step() tries again.
         """
         if self._lost is not None:
+            self._in_flight.clear()
             self._tell(self.scheduler.fail_running(self._lost))
             self._tell(request for request in self._live.values() if request.finished)
             self.runner.reset()

@@ -42,6 +42,9 @@ class ExitPolicy(Protocol):
     def reads_gate(self, bounds: ExitBounds, loop: int) -> bool:
         """Whether the decision after `loop` needs the gate."""
 
+    def fixed_depth(self, bounds: ExitBounds) -> int | None:
+        """The depth at which every token exits, when it is known beforehand and never changes."""
+
     def decide(
         self,
         bounds: ExitBounds,
@@ -64,8 +67,11 @@ class OuroExit:
         return bounds
 
     def reads_gate(self, bounds, loop):
+        return self.fixed_depth(bounds) is None and loop < bounds.max_loops
+
+    def fixed_depth(self, bounds):
         fixed = bounds.threshold == 1 or bounds.min_loops == bounds.max_loops
-        return not fixed and loop < bounds.max_loops
+        return bounds.max_loops if fixed else None
 
     def decide(self, bounds, output_index, loop, remaining, probability):
         if loop >= bounds.max_loops:
@@ -101,6 +107,10 @@ class TraceExit:
 
     def reads_gate(self, bounds, loop):
         return False
+
+    def fixed_depth(self, bounds):
+        distinct = set(bounds.depths[1:])
+        return distinct.pop() if len(distinct) == 1 else None
 
     def decide(self, bounds, output_index, loop, remaining, probability):
         return loop >= bounds.depths[output_index], remaining

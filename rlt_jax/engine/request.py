@@ -17,7 +17,6 @@ TextOf = Callable[[Sequence[int], str | None], str]
 class RequestStage(enum.Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
-    PRELUDE = "prelude"
     RECURRENT = "recurrent"
     CODA = "coda"
     FINISHED = "finished"
@@ -27,9 +26,13 @@ class RequestStage(enum.Enum):
 class Request:
     """Mutable; owned by the scheduler alone.
 
-    generation: unique in the engine, never reused. position: of the token being computed (in
-    prefill, the next prompt token). depth: loops that token has run. remaining: probability
-    that it has not exited. in_flight: batches submitted and not collected. Times: seconds.
+    generation: unique in the engine, never reused. Times: seconds.
+    Progress that is scheduled, which may run ahead of the results: position, of the token being
+    computed (in prefill, the next prompt token); depth, loops that token has run; sampled, output
+    tokens. remaining: probability that the token has not exited. queued: waits in its stage's
+    queue. held: a batch in flight decides what it does next. in_flight: batches submitted and not
+    collected. whole_tokens: every token runs to full depth.
+    Results: tokens, depths, logprobs.
     """
 
     id: str
@@ -42,7 +45,11 @@ class Request:
     slot: int | None = None
     position: int = 0
     depth: int = 0
+    sampled: int = 0
     remaining: np.float32 = FULL_REMAINING
+    whole_tokens: bool = False
+    queued: bool = False
+    held: bool = False
     in_flight: int = 0
     on_device: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)

@@ -1,7 +1,9 @@
 """Which rows run next. Owns every request's progress and the block tables.
 
-schedule() -> SchedulerOutput -> (runner) -> RunnerOutput -> update(). A scheduled request is in
-no queue; update() puts it into the queue of its next stage.
+schedule() -> SchedulerOutput -> (runner) -> RunnerOutput -> update(). Progress that needs no
+result is made when a batch is scheduled: sampled tokens stay on the device, so the next batch of a
+request may be submitted before this one is read. Only a request whose next stage hangs on its gate
+is held, in no queue, until update() has the hazard.
 """
 
 import enum
@@ -9,13 +11,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from rlt_jax.config import SchedulerConfig
 from rlt_jax.engine.exit_policy import FULL_REMAINING, ExitPolicy
 from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting
 from rlt_jax.engine.request import Request, RequestStage
 from rlt_jax.engine.types import (
-    PREFILL_TILE,
+    SHARED_PREFILL_TOKENS,
     Row,
     RowResult,
     RunnerOutput,
@@ -25,18 +29,13 @@ from rlt_jax.engine.types import (
 )
 from rlt_jax.validation import fail
 
-_STAGE_OF_QUEUE = {
-    RequestStage.PREFILL: Stage.PREFILL,
-    RequestStage.PRELUDE: Stage.PRELUDE,
-    RequestStage.RECURRENT: Stage.RECURRENT,
-    RequestStage.CODA: Stage.CODA,
-}
+_QUEUED_STAGES = (RequestStage.PREFILL, RequestStage.RECURRENT, RequestStage.CODA)
 
 _HOTTEST = 1e30  # already uniform, and still a float32
 
 
 class _Phase(enum.Enum):
-    """no_refill: admit and prefill, run all loops, then sample everything."""
+    """no_refill: admit and prefill, run all loops (or one whole token), then sample everything."""
 
     FILL = 0
     CORE = 1
@@ -52,6 +51,7 @@ class Scheduler:
         limits: ModelLimits,
         policy: ExitPolicy,
         kv: KVAccounting,
+        tokens_per_dispatch: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ):
         """`config` must be resolved: no None left."""
@@ -59,6 +59,7 @@ class Scheduler:
         self._limits = limits
         self._policy = policy
         self._kv = kv
+        self._tokens_per_dispatch = tokens_per_dispatch
         self._clock = clock
         self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._waiting: deque[Request] = deque()
@@ -98,6 +99,7 @@ class Scheduler:
         """Queues a request; raises ValueError when its id is in use."""
         if request.id in self._by_id:
             fail("request_id", request.id, "must not be the id of an unfinished request")
+        request.whole_tokens = self._policy.fixed_depth(request.bounds) == self._limits.full_depth
         self._by_id[request.id] = request
         self._by_generation[request.generation] = request
         self._waiting.append(request)
@@ -111,7 +113,6 @@ class Scheduler:
         return once nothing of it is in flight; its id is free at once."""
         request = self.find(request_id)
         if request is not None:
-            self._withdraw(request)
             self._finish(request, "abort")
         return request
 
@@ -121,7 +122,6 @@ class Scheduler:
         failed = [request for request in failed if not request.finished]
         for request in failed:
             request.error = error
-            self._withdraw(request)
             self._finish(request, "error")
         return failed
 
@@ -142,6 +142,7 @@ class Scheduler:
             request.stage = RequestStage.FINISHED
         for request in waiting:
             request.stage, request.slot, request.in_flight = RequestStage.WAITING, None, 0
+            request.queued = False
         self._by_id = {request.id: request for request in waiting}
         self._by_generation = {request.generation: request for request in waiting}
         self._waiting = deque(waiting)
@@ -150,7 +151,8 @@ class Scheduler:
 
     def _start_empty(self) -> None:
         """No request admitted: every queue empty, every slot and block free."""
-        self._queues = {stage: deque() for stage in _STAGE_OF_QUEUE}
+        self._queues = {stage: deque() for stage in _QUEUED_STAGES}
+        self._held = 0
         self._free_slots = list(range(self._config.max_num_seqs - 1, -1, -1))
         self._kv.release_all()
         self._prefills_since_decode = 0
@@ -161,7 +163,7 @@ class Scheduler:
         for row in batch.rows:
             request = self._by_generation.get(row.generation)
             if request is not None:
-                self._land(request)
+                self._land(request, row)
 
     # -- choosing a batch ------------------------------------------------------------------------
 
@@ -173,55 +175,79 @@ class Scheduler:
             stage = self._choose_no_refill()
         if stage is None:
             return None
-        rows, updates = self._take(stage)
+        rows = self._take(stage)
+        requests = [self._by_generation[row.generation] for row in rows]
+        samples = any(
+            request.params.temperature > 0
+            for request, row in zip(requests, rows, strict=True)
+            if row.exit_depth
+        )
+        num_tokens = 1
+        if stage is Stage.TOKENS and not samples:
+            n = self._tokens_per_dispatch
+            if all(request.params.max_tokens - request.sampled >= n for request in requests):
+                num_tokens = n
+        updates = [self._slot_update(request) for request in requests if not request.on_device]
+        for request, row in zip(requests, rows, strict=True):
+            request.in_flight += 1
+            request.on_device = True
+            self._progress(request, stage, row, num_tokens)
         if stage is Stage.PREFILL:
             self._prefills_since_decode += 1
-        elif stage is Stage.RECURRENT:
+        elif stage is not Stage.CODA:
             self._prefills_since_decode = 0
-        requests = [self._by_generation[row.generation] for row in rows]
         self._sequence += 1
-        return SchedulerOutput(
-            sequence=self._sequence,
-            stage=stage,
-            rows=tuple(rows),
-            slot_updates=tuple(updates),
-            reads_gate=stage is Stage.RECURRENT
-            and any(
-                self._policy.reads_gate(request.bounds, row.depth)
-                for request, row in zip(requests, rows, strict=True)
-            ),
-            samples=stage is Stage.CODA and any(r.params.temperature > 0 for r in requests),
-        )
+        return SchedulerOutput(self._sequence, stage, rows, tuple(updates), samples, num_tokens)
 
     def _choose_refill(self) -> Stage | None:
-        queues = self._queues
-        recurrent = len(queues[RequestStage.RECURRENT])
-        coda = len(queues[RequestStage.CODA])
-        if queues[RequestStage.PRELUDE]:
-            return Stage.PRELUDE
-        if coda and (coda >= self._config.min_coda_batch_size or not recurrent):
-            return Stage.CODA
+        recurrent, coda = self._queues[RequestStage.RECURRENT], self._queues[RequestStage.CODA]
+        # Without the held rows a batch would stream the weights for a part of the rows only.
+        can_decode = not self._held and bool(recurrent or coda)
+        enough = len(coda) >= self._config.min_coda_batch_size or not recurrent
+        coda_due = can_decode and bool(coda) and enough
         limit = self._config.max_prefill_batches_before_decode
-        if recurrent and self._prefills_since_decode >= limit:
-            return Stage.RECURRENT
-        self._admit()
-        if queues[RequestStage.PREFILL]:
-            return Stage.PREFILL
-        return Stage.RECURRENT if recurrent else None
+        decode_waits = self._held or can_decode
+        if not decode_waits or self._prefills_since_decode < limit:
+            self._admit()
+            if self._queues[RequestStage.PREFILL]:
+                return Stage.CODA if coda_due else Stage.PREFILL
+        if not can_decode:
+            return None
+        return self._choose_coda() if coda_due else self._choose_loop()
+
+    def _choose_coda(self) -> Stage:
+        """Rows that exit run their next loop in the same batch, unless whole tokens are next."""
+        going_on = [r for r in self._queues[RequestStage.CODA] if not self._samples_last(r)]
+        whole = all(r.whole_tokens for r in going_on) and self._only_whole_tokens()
+        return Stage.CODA if whole else Stage.BOUNDARY
+
+    def _choose_loop(self) -> Stage:
+        recurrent = self._queues[RequestStage.RECURRENT]
+        ready = self._only_whole_tokens() and all(r.depth == 0 for r in recurrent)
+        return Stage.TOKENS if ready else Stage.RECURRENT
+
+    def _only_whole_tokens(self) -> bool:
+        return all(r.whole_tokens for r in self._queues[RequestStage.RECURRENT])
+
+    def _samples_last(self, request: Request) -> bool:
+        return request.sampled + 1 == request.params.max_tokens
 
     def _choose_no_refill(self) -> Stage | None:
         queues = self._queues
-        for _ in _Phase:  # at most once around
+        if self._held:
+            return None
+        for _ in range(len(_Phase) + 1):  # once around, from wherever it stands
             if self._phase is _Phase.FILL:
-                if queues[RequestStage.PRELUDE]:
-                    return Stage.PRELUDE
                 self._admit()
                 if queues[RequestStage.PREFILL]:
                     return Stage.PREFILL
                 self._phase = _Phase.CORE
             if self._phase is _Phase.CORE:
                 if queues[RequestStage.RECURRENT]:
-                    return Stage.RECURRENT
+                    stage = self._choose_loop()
+                    if stage is Stage.TOKENS:
+                        self._phase = _Phase.CODA
+                    return stage
                 self._phase = _Phase.CODA
             if queues[RequestStage.CODA]:
                 return Stage.CODA
@@ -240,43 +266,102 @@ class Scheduler:
             request.admitted = self._clock()
             self._enqueue(request, RequestStage.PREFILL)
 
-    def _take(self, stage: Stage) -> tuple[list[Row], list[SlotUpdate]]:
-        """Moves rows from a stage's queue into a batch, within the token budget."""
-        queue = self._queues[RequestStage(stage.value)]
-        budget = self._config.max_num_batched_tokens if stage is Stage.PREFILL else self._max_rows
-        rows: list[Row] = []
-        updates: list[SlotUpdate] = []
-        while queue and budget > 0:
-            request = queue.popleft()
-            row = self._row(request, stage, budget)
-            budget -= len(row.tokens) if stage is Stage.PREFILL else 1
-            request.in_flight += 1
-            if not request.on_device:
-                request.on_device = True
-                updates.append(self._slot_update(request))
-            rows.append(row)
-        return rows, updates
-
-    def _row(self, request: Request, stage: Stage, budget: int) -> Row:
-        common = {
-            "generation": request.generation,
-            "slot": request.slot,
-            "position": request.position,
-        }
+    def _take(self, stage: Stage) -> tuple[Row, ...]:
+        """Takes a batch's requests out of their queues, within the token budget."""
         if stage is Stage.PREFILL:
+            return self._take_prompts()
+        queues = self._queues
+        sources = {
+            Stage.CODA: [queues[RequestStage.CODA]],
+            Stage.BOUNDARY: [queues[RequestStage.CODA], queues[RequestStage.RECURRENT]],
+        }.get(stage, [queues[RequestStage.RECURRENT]])
+        requests: list[Request] = []
+        for queue in sources:
+            while queue and len(requests) < self._max_rows:
+                requests.append(self._pop(queue))
+        if stage is Stage.RECURRENT and all(r.whole_tokens for r in requests):
+            requests = self._leave_token_starts(requests)
+        return tuple(self._decode_row(request, stage) for request in requests)
+
+    def _leave_token_starts(self, requests: list[Request]) -> list[Request]:
+        """Full-depth rows that are out of step meet at the start of a token."""
+        for request in requests:
+            if request.depth == 0:
+                self._enqueue(request, RequestStage.RECURRENT)
+        return [request for request in requests if request.depth > 0]
+
+    def _take_prompts(self) -> tuple[Row, ...]:
+        queue, budget = self._queues[RequestStage.PREFILL], self._config.max_num_batched_tokens
+        rows: list[Row] = []
+        while queue and budget > 0:
+            request = self._pop(queue)
             size = min(self._config.prefill_chunk_size, budget)
             if self._kv.geometry.planes == 1:
-                size = min(size, PREFILL_TILE)
+                size = min(size, SHARED_PREFILL_TOKENS)
             end = min(request.position + size, len(request.prompt))
-            return Row(
-                **common,
-                depth=self._limits.full_depth,
-                tokens=request.prompt[request.position : end],
-                ends_prompt=end == len(request.prompt),
+            rows.append(
+                Row(
+                    request.generation,
+                    request.slot,
+                    request.position,
+                    depth=self._limits.full_depth,
+                    tokens=request.prompt[request.position : end],
+                    ends_prompt=end == len(request.prompt),
+                )
             )
-        if stage is Stage.CODA:
-            return Row(**common, depth=request.depth, output_index=len(request.tokens))
-        return Row(**common, depth=request.depth + 1)
+            budget -= end - request.position
+        return tuple(rows)
+
+    def _decode_row(self, request: Request, stage: Stage) -> Row:
+        exit_depth, loop = 0, request.depth + 1
+        if stage is Stage.TOKENS:
+            exit_depth = loop = self._limits.full_depth
+        elif request.stage is RequestStage.CODA:
+            exit_depth = request.depth
+            loop = 1 if stage is Stage.BOUNDARY and not self._samples_last(request) else 0
+        return Row(
+            request.generation,
+            request.slot,
+            request.position,
+            depth=loop,
+            exit_depth=exit_depth,
+            output_index=request.sampled,
+            reads_gate=stage is not Stage.TOKENS
+            and loop > 0
+            and self._policy.reads_gate(request.bounds, loop),
+        )
+
+    def _progress(self, request: Request, stage: Stage, row: Row, num_tokens: int) -> None:
+        """What a scheduled row will have done, as far as no result is needed to know."""
+        if stage is Stage.PREFILL:
+            request.position += len(row.tokens)
+            if row.ends_prompt:
+                request.position -= 1  # the last prompt position gives the first output
+                request.depth = row.depth
+            self._enqueue(request, RequestStage.CODA if row.ends_prompt else RequestStage.PREFILL)
+            return
+        if row.exit_depth:
+            request.sampled += num_tokens
+            if request.sampled == request.params.max_tokens:
+                return  # ends when the token is there
+            request.position += num_tokens
+            request.depth, request.remaining = 0, FULL_REMAINING
+        if stage is Stage.RECURRENT or stage is Stage.BOUNDARY:
+            request.depth = row.depth
+            if row.reads_gate:
+                request.held = True
+                self._held += 1
+            else:
+                self._decide(request, None)
+        else:
+            self._enqueue(request, RequestStage.RECURRENT)
+
+    def _decide(self, request: Request, probability: np.float32 | None) -> None:
+        """Where a request goes after a loop."""
+        leaves, request.remaining = self._policy.decide(
+            request.bounds, request.sampled, request.depth, request.remaining, probability
+        )
+        self._enqueue(request, RequestStage.CODA if leaves else RequestStage.RECURRENT)
 
     def _slot_update(self, request: Request) -> SlotUpdate:
         return SlotUpdate(
@@ -300,81 +385,61 @@ class Scheduler:
         grown = []
         for row, result in zip(batch.rows, output.rows, strict=True):
             request = self._by_generation.get(result.generation)
-            if request is None:
+            if request is None or not self._land(request, row):
                 continue
-            if not self._land(request):
-                continue
-            if batch.stage is Stage.CODA:
+            if result.tokens:
                 grown.append(request)
-            self._advance(request, batch.stage, row, result)
+                self._emit(request, row, result)
+            if row.reads_gate and not request.finished:
+                self._decide(request, result.exit_probability)
         return grown
 
-    def _advance(self, request: Request, stage: Stage, row: Row, result: RowResult) -> None:
-        if stage is Stage.PREFILL:
-            request.position += len(row.tokens)
-            if row.ends_prompt:
-                request.position -= 1  # the last prompt position gives the first output
-                request.depth = row.depth
-                self._enqueue(request, RequestStage.CODA)
-            else:
-                self._enqueue(request, RequestStage.PREFILL)
-        elif stage is Stage.PRELUDE:
-            request.depth = 0
-            request.remaining = FULL_REMAINING
-            self._enqueue(request, RequestStage.RECURRENT)
-        elif stage is Stage.RECURRENT:
-            request.depth = row.depth
-            leaves, request.remaining = self._policy.decide(
-                request.bounds,
-                len(request.tokens),
-                row.depth,
-                request.remaining,
-                result.exit_probability,
-            )
-            self._enqueue(request, RequestStage.CODA if leaves else RequestStage.RECURRENT)
-        else:
-            self._emit(request, row, result)
-
     def _emit(self, request: Request, row: Row, result: RowResult) -> None:
-        request.tokens.append(result.token)
-        request.depths.append(row.depth)
-        request.logprobs.append(result.logprob)
+        """Applies sampled tokens, up to the one that ends the request."""
         request.last_token = self._clock()
         if request.first_token is None:
             request.first_token = request.last_token
         params = request.params
-        if result.token in params.stop_token_ids or (
-            not params.ignore_eos and result.token in self._limits.eos_token_ids
-        ):
-            self._finish(request, "stop")
-        elif len(request.tokens) == params.max_tokens:
-            self._finish(request, "length")
-        else:
-            request.position += 1
-            self._enqueue(request, RequestStage.PRELUDE)
+        for token, logprob in zip(result.tokens, result.logprobs, strict=True):
+            request.tokens.append(token)
+            request.depths.append(row.exit_depth)
+            request.logprobs.append(logprob)
+            if token in params.stop_token_ids or (
+                not params.ignore_eos and token in self._limits.eos_token_ids
+            ):
+                return self._finish(request, "stop")
+            if len(request.tokens) == params.max_tokens:
+                return self._finish(request, "length")
 
     # -- moving requests -------------------------------------------------------------------------
 
     def _enqueue(self, request: Request, stage: RequestStage) -> None:
         request.stage = stage
+        request.queued = True
         self._queues[stage].append(request)
 
-    def _land(self, request: Request) -> bool:
+    def _pop(self, queue: deque[Request]) -> Request:
+        request = queue.popleft()
+        request.queued = False
+        return request
+
+    def _land(self, request: Request, row: Row) -> bool:
         """One batch of the request came back; False when the request has ended meanwhile."""
         request.in_flight -= 1
+        if row.reads_gate and request.held:
+            request.held = False
+            self._held -= 1
         if request.finished and not request.in_flight:
             self._release(request)
         return not request.finished
 
-    def _withdraw(self, request: Request) -> None:
-        """Takes a request that ends from outside out of its queue; in flight it is in none."""
-        waiting = request.stage is RequestStage.WAITING
-        queue = self._waiting if waiting else self._queues[request.stage]
-        if not request.in_flight and request in queue:
-            queue.remove(request)
-
     def _finish(self, request: Request, reason: str) -> None:
-        """Ends a request that is in no queue."""
+        """Ends a request, whatever it waits for."""
+        if request.queued:
+            self._queues[request.stage].remove(request)
+            request.queued = False
+        elif request.stage is RequestStage.WAITING:
+            self._waiting.remove(request)
         request.finish_reason = reason
         request.stage = RequestStage.FINISHED
         del self._by_id[request.id]

@@ -3,8 +3,8 @@
 Source: "Scaling Latent Reasoning via Looped Language Models" (arXiv 2510.25741). The exact
 numerics are written down in docs/architecture.md. Nothing here knows of scheduling.
 
-Arrays are named by their axes: n tiles, q rows of a tile, d hidden, h heads, k key/value heads,
-x head_dim, v vocabulary.
+Arrays are named by their axes: t rows, d hidden, h heads, k key/value heads, c = h + 2k,
+x head_dim, y = x / 2, v vocabulary.
 """
 
 import dataclasses
@@ -18,7 +18,12 @@ from flax import struct
 from jax import lax
 
 from rlt_jax.config import DTYPES
-from rlt_jax.kernels.paged_attention import PagedKV, TileBatch, paged_attention, write_kv
+from rlt_jax.kernels.kv_update import rotate_and_write
+from rlt_jax.kernels.paged_decode import write_and_decode
+from rlt_jax.kernels.paged_kv import PagedKV, Places, RowBatch, TileBatch
+from rlt_jax.kernels.paged_prefill import paged_prefill
+from rlt_jax.kernels.residual_norm import residual_norm, rms_norm
+from rlt_jax.kernels.selection import Kernels
 from rlt_jax.models.ouro_config import OuroConfig
 from rlt_jax.validation import check_choice
 
@@ -146,27 +151,14 @@ def init_params(
     return jax.tree_util.tree_map_with_path(draw_leaf, abstract_params(config, policy))
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm over the last axis: float32 statistics, cast to x.dtype, then times the weight."""
-    x32 = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return weight * (x32 * scale).astype(x.dtype)
-
-
 def rotary_angles(
-    positions_nq: jax.Array, head_dim: int, theta: float, dtype
+    positions_t: jax.Array, head_dim: int, theta: float, dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, each [n, q, 1, x/2]; computed in float32, then cast."""
+    """cos and sin, each [t, y]; computed in float32, then cast."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     inverse_frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
-    angles = positions_nq[..., None, None].astype(jnp.float32) * inverse_frequencies
+    angles = positions_t[:, None].astype(jnp.float32) * inverse_frequencies
     return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
-
-
-def apply_rotary(x_nqhx: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the split halves of the last axis."""
-    first, second = jnp.split(x_nqhx, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def linear(x: jax.Array, weight: jax.Array, policy: DTypePolicy, out_dtype=None) -> jax.Array:
@@ -183,58 +175,92 @@ def prelude(params: OuroParams, tokens: jax.Array) -> jax.Array:
     return jnp.take(params.embed, tokens, axis=0, mode="clip")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@struct.dataclass
+class _Rows:
+    """What every layer needs of a batch: computed once per loop. cos, sin: [t, y]."""
+
+    batch: RowBatch | TileBatch
+    places: Places
+    cos: jax.Array
+    sin: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _layer(
     config: OuroConfig,
     policy: DTypePolicy,
+    kernels: Kernels,
     params: OuroLayerParams,
+    next_norm_d: jax.Array,
     layer: jax.Array,
-    hidden_nqd: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
+    hidden_td: jax.Array,
+    normed_td: jax.Array,
     kv: PagedKV,
-    batch: TileBatch,
-) -> tuple[jax.Array, PagedKV]:
-    """One sandwich-normed layer. An inner jit, so that all layers share one trace."""
-    n, q, _ = hidden_nqd.shape
+    rows: _Rows,
+) -> tuple[jax.Array, jax.Array, PagedKV]:
+    """One sandwich-normed layer. An inner jit, so that all layers share one trace.
+
+    normed_td: hidden_td after this layer's first norm. Returns (hidden, hidden after the norm
+    `next_norm_d` of what follows, K/V).
+    """
+    attended_td, kv = _attention(config, policy, kernels, params, layer, normed_td, kv, rows)
+    hidden_td, normed_td = residual_norm(
+        hidden_td, attended_td, params.norms[1], params.norms[2], config.rms_norm_eps, kernels
+    )
+    gate, up = jnp.split(linear(normed_td, params.w_gate_up, policy), 2, axis=-1)
+    mlp_td = linear(jax.nn.silu(gate) * up, params.w_down, policy)
+    hidden_td, normed_td = residual_norm(
+        hidden_td, mlp_td, params.norms[3], next_norm_d, config.rms_norm_eps, kernels
+    )
+    return hidden_td, normed_td, kv
+
+
+def _attention(config, policy, kernels, params, layer, normed_td, kv, rows: _Rows):
+    """Projects, rotates, writes K/V, attends, projects back: ([t, d], K/V)."""
+    t = normed_td.shape[0]
     h, k, x = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    norm = functools.partial(rms_norm, eps=config.rms_norm_eps)
-
-    qkv = linear(norm(hidden_nqd, params.norms[0]), params.wqkv, policy)
-    qkv = qkv.reshape(n, q, h + 2 * k, x)
-    q_nqhx = apply_rotary(qkv[:, :, :h], cos, sin)
-    k_nqkx = apply_rotary(qkv[:, :, h : h + k], cos, sin)
-    v_nqkx = qkv[:, :, h + k :]
-    kv = write_kv(kv, layer, k_nqkx, v_nqkx, batch)
-    attended = paged_attention(q_nqhx, kv, layer, batch, precision=policy.precision)
-    attended = linear(attended.reshape(n, q, h * x), params.wo, policy)
-    hidden_nqd = hidden_nqd + norm(attended, params.norms[1])
-
-    gate_up = linear(norm(hidden_nqd, params.norms[2]), params.w_gate_up, policy)
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    mlp = linear(jax.nn.silu(gate) * up, params.w_down, policy)
-    return hidden_nqd + norm(mlp, params.norms[3]), kv
+    qkv_tcx = linear(normed_td, params.wqkv, policy).reshape(t, h + 2 * k, x)
+    new_kv = (qkv_tcx, rows.cos, rows.sin, kv, layer)
+    if isinstance(rows.batch, RowBatch):
+        out_thx, kv = write_and_decode(*new_kv, rows.batch, kernels, policy.precision)
+    else:
+        q_thx, kv = rotate_and_write(*new_kv, rows.places, kernels)
+        out_thx = paged_prefill(q_thx, kv, layer, rows.batch, kernels, policy.precision)
+    return linear(out_thx.reshape(t, h * x), params.wo, policy), kv
 
 
 def recurrent(
     config: OuroConfig,
     policy: DTypePolicy,
+    kernels: Kernels,
     params: OuroParams,
-    hidden_nqd: jax.Array,
+    hidden_td: jax.Array,
     kv: PagedKV,
-    batch: TileBatch,
+    batch: RowBatch | TileBatch,
 ) -> tuple[jax.Array, PagedKV]:
     """One loop through the whole stack, the final norm included.
 
-    Writes each valid row's K/V at (batch depth, row position), then attends over that plane up
-    to the row itself. Depth is data: tiles of one batch may be at different loops.
+    Writes each valid row's K/V at (its depth, its position), then attends over that plane up to
+    the row itself. Depth is data: rows of one batch may be at different loops.
     """
-    angles = rotary_angles(batch.positions_nq, config.head_dim, config.rope_theta, hidden_nqd.dtype)
-    for layer, layer_params in enumerate(params.layers):
-        hidden_nqd, kv = _layer(
-            config, policy, layer_params, jnp.int32(layer), hidden_nqd, *angles, kv, batch
+    angles = rotary_angles(batch.row_positions, config.head_dim, config.rope_theta, hidden_td.dtype)
+    rows = _Rows(batch, batch.places(kv), *angles)
+    normed_td = rms_norm(hidden_td, params.layers[0].norms[0], config.rms_norm_eps)
+    followers = [layer.norms[0] for layer in params.layers[1:]] + [params.norm]
+    for layer, (layer_params, next_norm_d) in enumerate(zip(params.layers, followers, strict=True)):
+        hidden_td, normed_td, kv = _layer(
+            config,
+            policy,
+            kernels,
+            layer_params,
+            next_norm_d,
+            jnp.int32(layer),
+            hidden_td,
+            normed_td,
+            kv,
+            rows,
         )
-    return rms_norm(hidden_nqd, params.norm, config.rms_norm_eps), kv
+    return normed_td, kv
 
 
 def exit_probability(params: OuroParams, hidden: jax.Array) -> jax.Array:

@@ -37,19 +37,43 @@ late_compile_is_error = False
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """The powers of two that batches are padded to."""
+    """The powers of two that batches are padded to.
+
+    rows: of decode rows. prompts: of prompt tokens (of requests in the SHARED layout's prefill).
+    tokens_per_dispatch: with more than 1, there is a program for that many tokens.
+    """
 
     rows: tuple[int, ...]
-    tiles: tuple[int, ...]
+    prompts: tuple[int, ...]
+    tokens_per_dispatch: int = 1
 
     @classmethod
-    def plan(cls, max_rows: int, min_rows: int, max_tiles: int, min_tiles: int) -> "Buckets":
-        return cls(_powers_of_two(min_rows, max_rows), _powers_of_two(min_tiles, max_tiles))
+    def plan(
+        cls,
+        max_rows: int,
+        min_rows: int,
+        max_prompts: int,
+        min_prompts: int,
+        tokens_per_dispatch: int = 1,
+    ) -> "Buckets":
+        return cls(
+            _powers_of_two(min_rows, max_rows),
+            _powers_of_two(min_prompts, max_prompts),
+            tokens_per_dispatch,
+        )
 
     def of(self, kind: Kind) -> tuple[int, ...]:
         if kind is Kind.SET_SLOTS:
             return (SLOT_UPDATE_ROWS,)
-        return self.tiles if kind is Kind.PREFILL else self.rows
+        if kind is Kind.PREFILL:
+            return self.prompts
+        if kind in (Kind.CODA_GREEDY, Kind.CODA_SAMPLE):
+            return self.rows[::-1][::2][
+                ::-1
+            ]  # alone it runs rarely, and reads the head at any size
+        if kind is Kind.TOKENS_GREEDY and self.tokens_per_dispatch == 1:
+            return ()
+        return self.rows
 
     def fit(self, kind: Kind, count: int) -> int:
         """The smallest bucket that holds `count`; raises ValueError when none does."""
@@ -91,7 +115,7 @@ def compile_program(
 
     state = placed(abstract_state(spec.config, spec.policy, spec.shape))
     params = placed(abstract_params(spec.config, spec.policy))
-    packed = jax.ShapeDtypeStruct((input_layout(kind, bucket, spec.shape).size,), np.int32)
+    packed = jax.ShapeDtypeStruct((input_layout(kind, bucket, spec).size,), np.int32)
     program = jax.jit(build(kind, bucket, spec), donate_argnums=0)
     return program.lower(state, params, packed).compile()
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rlt_jax.kernels.paged_attention import PagedKV
+from rlt_jax.kernels.paged_kv import PagedKV
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from rlt_jax.config import CacheConfig
+from rlt_jax.kernels.selection import REFERENCE, Kernels
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, abstract_params
 from rlt_jax.runtime.compilation import Buckets, compile_program
 from rlt_jax.runtime.device_state import StateShape, abstract_state, tree_bytes
@@ -58,6 +59,7 @@ def plan_memory(
     num_slots: int,
     buckets: Buckets,
     device: jax.Device,
+    kernels: Kernels = REFERENCE,
 ) -> MemoryPlan:
     """Sizes the KV pool. Raises ValueError when not even one page fits."""
     planes = config.total_ut_steps if cache.layout == "last_exited" else 1
@@ -75,7 +77,7 @@ def plan_memory(
         source, blocks = "cpu_default", min(useful, CPU_POOL_BYTES // block_bytes)
     else:
         source = "device_memory"
-        terms = _device_terms(config, policy, cache, planes, num_slots, buckets, device)
+        terms = _device_terms(config, policy, cache, planes, num_slots, buckets, device, kernels)
         free = terms["budget_bytes"] - weights - terms["temporary_bytes"] - terms["reserve_bytes"]
         blocks = min(useful, free // block_bytes)
     if blocks < planes:
@@ -106,6 +108,7 @@ def _device_terms(
     num_slots: int,
     buckets: Buckets,
     device: jax.Device,
+    kernels: Kernels,
 ) -> dict[str, int]:
     """Budget, temporaries and reserve of a device with memory of its own.
 
@@ -114,13 +117,13 @@ def _device_terms(
     """
     width = -(-config.max_position_embeddings // cache.block_size)
     shape = StateShape(num_slots, 1, planes, cache.block_size, width)
-    spec = ProgramSpec(config, policy, shape)
+    spec = ProgramSpec(config, policy, shape, kernels)
 
     def analyse(kind: Kind):
         return compile_program(kind, buckets.of(kind)[-1], spec, device).memory_analysis()
 
     with ThreadPoolExecutor() as pool:
-        analyses = list(pool.map(analyse, (Kind.PREFILL, Kind.RECURRENT_GATED, Kind.CODA_SAMPLE)))
+        analyses = list(pool.map(analyse, (Kind.PREFILL, Kind.BOUNDARY_SAMPLE, Kind.TOKEN_SAMPLE)))
     temporaries = max(a.temp_size_in_bytes for a in analyses)
     state = abstract_state(config, policy, shape)
     slots = tree_bytes(state) - tree_bytes(state.kv)

@@ -12,13 +12,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlt_jax.engine.types import PREFILL_TILE
-from rlt_jax.kernels.paged_attention import TileBatch, finalize_kv
+from rlt_jax.engine.types import SHARED_PREFILL_TOKENS
+from rlt_jax.kernels.kv_update import finalize_kv
+from rlt_jax.kernels.paged_kv import PagedKV, RowBatch, TileBatch
+from rlt_jax.kernels.selection import REFERENCE, Kernels
 from rlt_jax.models import ouro
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
 from rlt_jax.runtime import sampler
 from rlt_jax.runtime.device_state import DeviceState, StateShape
-from rlt_jax.runtime.step_input import PackedLayout, prefill_layout, row_layout, slot_layout
+from rlt_jax.runtime.step_input import (
+    PackedLayout,
+    prompt_layout,
+    row_layout,
+    shared_prompt_layout,
+    slot_layout,
+)
 
 SLOT_UPDATE_ROWS = 8  # slots set by one call of the set_slots program
 
@@ -27,13 +35,18 @@ Program = Callable[[DeviceState, OuroParams, jax.Array], tuple[DeviceState, Resu
 
 
 class Kind(enum.Enum):
+    """One program each; those that sample come in a greedy form, which sorts and draws nothing."""
+
     SET_SLOTS = "set_slots"
     PREFILL = "prefill"
-    PRELUDE = "prelude"
     RECURRENT = "recurrent"
-    RECURRENT_GATED = "recurrent_gated"
     CODA_GREEDY = "coda_greedy"
     CODA_SAMPLE = "coda_sample"
+    BOUNDARY_GREEDY = "boundary_greedy"
+    BOUNDARY_SAMPLE = "boundary_sample"
+    TOKEN_GREEDY = "token_greedy"
+    TOKEN_SAMPLE = "token_sample"
+    TOKENS_GREEDY = "tokens_greedy"  # ProgramSpec.tokens_per_dispatch of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,171 +56,231 @@ class ProgramSpec:
     config: OuroConfig
     policy: DTypePolicy
     shape: StateShape
+    kernels: Kernels = REFERENCE
+    tokens_per_dispatch: int = 1
 
 
-def input_layout(kind: Kind, bucket: int, shape: StateShape) -> PackedLayout:
-    """The packed input of a program. Buckets count tiles (prefill) or rows."""
+def prompt_tiles(bucket: int, spec: ProgramSpec) -> int:
+    """Tiles that chunks of `bucket` prompt tokens in all can have."""
+    return -(-bucket // spec.kernels.tile_rows) + min(bucket, spec.shape.num_slots)
+
+
+def input_layout(kind: Kind, bucket: int, spec: ProgramSpec) -> PackedLayout:
+    """The packed input of a program. Buckets count prompt tokens (in a prefill of LAST_EXITED),
+    requests (in one of SHARED) or rows."""
     if kind is Kind.SET_SLOTS:
-        return slot_layout(bucket, shape.table_width)
-    if kind is Kind.PREFILL:
-        return prefill_layout(bucket, PREFILL_TILE)
-    return row_layout(bucket)
+        return slot_layout(bucket, spec.shape.table_width)
+    if kind is not Kind.PREFILL:
+        return row_layout(bucket)
+    if spec.shape.planes == 1:
+        return shared_prompt_layout(bucket, SHARED_PREFILL_TOKENS)
+    return prompt_layout(bucket, prompt_tiles(bucket, spec))
 
 
 def build(kind: Kind, bucket: int, spec: ProgramSpec) -> Program:
     """The program as a traceable function."""
-    layout = input_layout(kind, bucket, spec.shape)
+    layout = input_layout(kind, bucket, spec)
+    run = _Programs(spec, bucket)
     body = {
-        Kind.SET_SLOTS: _set_slots,
-        Kind.PREFILL: _prefill_by_position if spec.shape.planes == 1 else _prefill_by_loop,
-        Kind.PRELUDE: _prelude,
-        Kind.RECURRENT: _recurrent,
-        Kind.RECURRENT_GATED: _recurrent_gated,
-        Kind.CODA_GREEDY: _coda_greedy,
-        Kind.CODA_SAMPLE: _coda_sample,
+        Kind.SET_SLOTS: run.set_slots,
+        Kind.PREFILL: run.prefill_shared if spec.shape.planes == 1 else run.prefill,
+        Kind.RECURRENT: run.recurrent,
+        Kind.CODA_GREEDY: run.coda,
+        Kind.CODA_SAMPLE: run.coda,
+        Kind.BOUNDARY_GREEDY: run.boundary,
+        Kind.BOUNDARY_SAMPLE: run.boundary,
+        Kind.TOKEN_GREEDY: run.tokens,
+        Kind.TOKEN_SAMPLE: run.tokens,
+        Kind.TOKENS_GREEDY: run.tokens,
     }[kind]
+    options = {}
+    if kind not in (Kind.SET_SLOTS, Kind.PREFILL, Kind.RECURRENT):
+        options["greedy"] = kind.value.endswith("greedy")
+    if kind is Kind.TOKENS_GREEDY:
+        options["count"] = spec.tokens_per_dispatch
 
     def program(state, params, packed):
-        return body(spec, state, params, layout.unpack(packed))
+        return body(state, params, layout.unpack(packed), **options)
 
     program.__name__ = program.__qualname__ = f"{kind.value}_{bucket}"
     return program
 
 
-def _set_slots(spec: ProgramSpec, state: DeviceState, params: OuroParams, step: Results):
-    slot = step["slot"]
+@dataclasses.dataclass(frozen=True)
+class _Programs:
+    """The bodies; `step` holds the unpacked input."""
 
-    def put(array, values):
-        return array.at[slot].set(values, mode="drop")
+    spec: ProgramSpec
+    bucket: int
 
-    sampling = state.sampling.replace(
-        temperature_s=put(state.sampling.temperature_s, step["temperature"]),
-        top_k_s=put(state.sampling.top_k_s, step["top_k"]),
-        top_p_s=put(state.sampling.top_p_s, step["top_p"]),
-        seed_s2=put(state.sampling.seed_s2, step["seed"]),
-    )
-    tables_sp = put(state.tables_sp, step["table"])
-    return state.replace(tables_sp=tables_sp, sampling=sampling), {}
+    def set_slots(self, state: DeviceState, params: OuroParams, step: Results):
+        slot = step["slot"]
 
+        def put(array, values):
+            return array.at[slot].set(values, mode="drop")
 
-def _loop(spec, params, hidden_nqd, kv, batch):
-    return ouro.recurrent(spec.config, spec.policy, params, hidden_nqd, kv, batch)
-
-
-def _all_loops(spec, params, hidden_nqd, kv, batch: TileBatch):
-    """Every loop of the model, one after the other."""
-
-    def run(depth, carry):
-        depths_n = jnp.full_like(batch.depths_n, depth)
-        return _loop(spec, params, *carry, batch.replace(depths_n=depths_n))
-
-    return lax.fori_loop(1, spec.config.total_ut_steps + 1, run, (hidden_nqd, kv))
-
-
-def _keep_last_hidden(state: DeviceState, step: Results, hidden_nd, kv) -> DeviceState:
-    """Stores the hidden state of each prompt's last token in its slot."""
-    slot = jnp.where(step["ends_prompt"] > 0, step["slot"], state.hidden_sd.shape[0])
-    return state.replace(kv=kv, hidden_sd=state.hidden_sd.at[slot].set(hidden_nd, mode="drop"))
-
-
-def _prefill_by_loop(spec: ProgramSpec, state: DeviceState, params: OuroParams, step: Results):
-    """LAST_EXITED: all rows of a chunk go through loop 1, then all through loop 2, ..."""
-    offsets = jnp.arange(PREFILL_TILE)
-    batch = TileBatch(
-        tables_np=state.tables_sp.at[step["slot"]].get(mode="clip"),
-        positions_nq=step["start"][:, None] + offsets,
-        valid_nq=offsets < step["count"][:, None],
-        depths_n=jnp.ones_like(step["slot"]),
-    )
-    hidden_nqd = ouro.prelude(params, step["tokens"])
-    hidden_nqd, kv = _all_loops(spec, params, hidden_nqd, state.kv, batch)
-    last = jnp.maximum(step["count"] - 1, 0)[:, None, None]
-    hidden_nd = jnp.take_along_axis(hidden_nqd, last, axis=1)[:, 0]
-    return _keep_last_hidden(state, step, hidden_nd, kv), {}
-
-
-def _prefill_by_position(spec: ProgramSpec, state: DeviceState, params: OuroParams, step: Results):
-    """SHARED: position t goes through every loop before position t + 1 starts."""
-    tables_np = state.tables_sp.at[step["slot"]].get(mode="clip")
-
-    def run(offset, carry):
-        kept_nd, kv = carry
-        valid_n = offset < step["count"]
-        batch = TileBatch(
-            tables_np=tables_np,
-            positions_nq=(step["start"] + offset)[:, None],
-            valid_nq=valid_n[:, None],
-            depths_n=jnp.ones_like(step["slot"]),
+        sampling = state.sampling.replace(
+            temperature_s=put(state.sampling.temperature_s, step["temperature"]),
+            top_k_s=put(state.sampling.top_k_s, step["top_k"]),
+            top_p_s=put(state.sampling.top_p_s, step["top_p"]),
+            seed_s2=put(state.sampling.seed_s2, step["seed"]),
         )
-        tokens_n = lax.dynamic_index_in_dim(step["tokens"], offset, axis=1, keepdims=False)
-        hidden_nqd = ouro.prelude(params, tokens_n[:, None])
-        hidden_nqd, kv = _all_loops(spec, params, hidden_nqd, kv, batch)
-        return jnp.where(valid_n[:, None], hidden_nqd[:, 0], kept_nd), kv
+        tables_sp = put(state.tables_sp, step["table"])
+        return state.replace(tables_sp=tables_sp, sampling=sampling), {}
 
-    start_nd = jnp.zeros((step["slot"].shape[0], spec.config.hidden_size), state.hidden_sd.dtype)
-    hidden_nd, kv = lax.fori_loop(0, step["count"].max(), run, (start_nd, state.kv))
-    return _keep_last_hidden(state, step, hidden_nd, kv), {}
+    # -- prompts ---------------------------------------------------------------------------------
 
+    def prefill(self, state: DeviceState, params: OuroParams, step: Results):
+        """LAST_EXITED: all rows of a chunk go through loop 1, then all through loop 2, ..."""
+        batch = TileBatch(
+            tables_np=self._tables(state, step["slot"]),
+            starts_n=step["start"],
+            counts_n=step["count"],
+            depths_n=jnp.ones_like(step["slot"]),
+            num_rows=self.bucket,
+            tile_rows=self.spec.kernels.tile_rows,
+        )
+        hidden_td = ouro.prelude(params, step["tokens"])
+        hidden_td, kv = self._all_loops(params, hidden_td, state.kv, batch)
+        last_n = batch.first_rows_n + step["count"] - 1
+        return self._keep_last_hidden(state, step, hidden_td.at[last_n].get(mode="clip"), kv), {}
 
-def _prelude(spec: ProgramSpec, state: DeviceState, params: OuroParams, step: Results):
-    slot = step["slot"]
-    hidden_rd = ouro.prelude(params, state.last_token_s.at[slot].get(mode="clip"))
-    return state.replace(hidden_sd=state.hidden_sd.at[slot].set(hidden_rd, mode="drop")), {}
+    def prefill_shared(self, state: DeviceState, params: OuroParams, step: Results):
+        """SHARED: position t goes through every loop before position t + 1 starts."""
+        tables_rp = self._tables(state, step["slot"])
 
+        def run(offset, carry):
+            kept_rd, kv = carry
+            valid_r = offset < step["count"]
+            batch = RowBatch(
+                tables_rp, step["start"] + offset, jnp.ones_like(step["slot"]), valid_r
+            )
+            tokens_r = lax.dynamic_index_in_dim(step["tokens"], offset, axis=1, keepdims=False)
+            hidden_rd, kv = self._all_loops(params, ouro.prelude(params, tokens_r), kv, batch)
+            return jnp.where(valid_r[:, None], hidden_rd, kept_rd), kv
 
-def _recurrent(spec: ProgramSpec, state: DeviceState, params: OuroParams, step: Results):
-    slot = step["slot"]
-    batch = TileBatch(
-        tables_np=state.tables_sp.at[slot].get(mode="clip"),
-        positions_nq=step["position"][:, None],
-        valid_nq=(slot < spec.shape.num_slots)[:, None],
-        depths_n=step["depth"],
-    )
-    hidden_rqd = state.hidden_sd.at[slot].get(mode="clip")[:, None]
-    hidden_rqd, kv = _loop(spec, params, hidden_rqd, state.kv, batch)
-    hidden_sd = state.hidden_sd.at[slot].set(hidden_rqd[:, 0], mode="drop")
-    return state.replace(kv=kv, hidden_sd=hidden_sd), {}
+        width = self.spec.config.hidden_size
+        start_rd = jnp.zeros((self.bucket, width), state.hidden_sd.dtype)
+        # A GPU would ask the host after each turn of a loop whose length is data.
+        on_cpu = self.spec.kernels.decode == "reference"
+        turns = step["count"].max() if on_cpu else SHARED_PREFILL_TOKENS
+        hidden_rd, kv = lax.fori_loop(0, turns, run, (start_rd, state.kv))
+        return self._keep_last_hidden(state, step, hidden_rd, kv), {}
 
+    def _keep_last_hidden(self, state: DeviceState, step: Results, hidden_nd, kv) -> DeviceState:
+        """Stores the hidden state of each prompt's last token in its slot."""
+        slot = jnp.where(step["ends_prompt"] > 0, step["slot"], self.spec.shape.num_slots)
+        return state.replace(kv=kv, hidden_sd=state.hidden_sd.at[slot].set(hidden_nd, mode="drop"))
 
-def _recurrent_gated(spec: ProgramSpec, state: DeviceState, params: OuroParams, step: Results):
-    state, _ = _recurrent(spec, state, params, step)
-    hidden_rd = state.hidden_sd.at[step["slot"]].get(mode="clip")
-    return state, {"exit_probability": ouro.exit_probability(params, hidden_rd)}
+    # -- decoding --------------------------------------------------------------------------------
 
+    def recurrent(self, state: DeviceState, params: OuroParams, step: Results):
+        """One loop of every row; the first loop of a token begins with the prelude."""
+        slot, depth = step["slot"], step["depth"]
+        valid_r = (slot < self.spec.shape.num_slots) & (depth > 0)
+        batch = RowBatch(self._tables(state, slot), step["position"], depth, valid_r)
+        hidden_rd = jnp.where(
+            (depth == 1)[:, None],
+            ouro.prelude(params, state.last_token_s.at[slot].get(mode="clip")),
+            state.hidden_sd.at[slot].get(mode="clip"),
+        )
+        hidden_rd, kv = self._loop(params, hidden_rd, state.kv, batch)
+        slot = jnp.where(valid_r, slot, self.spec.shape.num_slots)
+        hidden_sd = state.hidden_sd.at[slot].set(hidden_rd, mode="drop")
+        results = {"exit_probability": ouro.exit_probability(params, hidden_rd)}
+        return state.replace(kv=kv, hidden_sd=hidden_sd), results
 
-def _logits(spec: ProgramSpec, state: DeviceState, params: OuroParams, step: Results):
-    """Finalizes the rows' K/V and returns (kv, float32 logits)."""
-    slot = step["slot"]
-    kv = finalize_kv(
-        state.kv,
-        state.tables_sp.at[slot].get(mode="clip"),
-        step["position"],
-        step["depth"],
-        slot < spec.shape.num_slots,
-    )
-    return kv, ouro.coda(spec.policy, params, state.hidden_sd.at[slot].get(mode="clip"))
+    def coda(self, state: DeviceState, params: OuroParams, step: Results, *, greedy: bool):
+        """Rows that exit: finalizes their K/V and samples their next token."""
+        slot = step["slot"]
+        exits_r = (slot < self.spec.shape.num_slots) & (step["exit_depth"] > 0)
+        tables_rp = self._tables(state, slot)
+        ends = (tables_rp, step["position"], step["exit_depth"], exits_r)
+        kv = finalize_kv(state.kv, *ends, self.spec.kernels)
+        hidden_rd = state.hidden_sd.at[slot].get(mode="clip")
+        logits_rv = ouro.coda(self.spec.policy, params, hidden_rd)
+        token_r = self._choose(state, slot, logits_rv, step["output_index"], greedy)
+        last_token_s = state.last_token_s.at[self._slots(slot, exits_r)].set(token_r, mode="drop")
+        results = {
+            "token": token_r[:, None],
+            "logprob": sampler.raw_logprob(logits_rv, token_r)[:, None],
+        }
+        return state.replace(kv=kv, last_token_s=last_token_s), results
 
+    def boundary(self, state: DeviceState, params: OuroParams, step: Results, *, greedy: bool):
+        """coda of the rows that exit, then one loop of all that have one to run."""
+        state, sampled = self.coda(state, params, step, greedy=greedy)
+        position = step["position"] + (step["exit_depth"] > 0)
+        state, looped = self.recurrent(state, params, {**step, "position": position})
+        return state, sampled | looped
 
-def _emit(state: DeviceState, step: Results, kv, logits_rv, token_r):
-    last_token_s = state.last_token_s.at[step["slot"]].set(token_r, mode="drop")
-    results = {"token": token_r, "logprob": sampler.raw_logprob(logits_rv, token_r)}
-    return state.replace(kv=kv, last_token_s=last_token_s), results
+    def tokens(
+        self,
+        state: DeviceState,
+        params: OuroParams,
+        step: Results,
+        *,
+        greedy: bool,
+        count: int = 1,
+    ):
+        """`count` whole tokens of every row at full depth: prelude, every loop, coda, sample.
 
+        K/V of the last depth is written by the last loop: there is nothing to finalize.
+        """
+        slot = step["slot"]
+        valid_r = slot < self.spec.shape.num_slots
+        tables_rp = self._tables(state, slot)
 
-def _coda_greedy(spec: ProgramSpec, state: DeviceState, params: OuroParams, step: Results):
-    kv, logits_rv = _logits(spec, state, params, step)
-    return _emit(state, step, kv, logits_rv, sampler.greedy(logits_rv))
+        def run(i, carry):
+            token_r, kv, tokens_rt, logprobs_rt = carry
+            batch = RowBatch(tables_rp, step["position"] + i, step["depth"], valid_r)
+            hidden_rd, kv = self._all_loops(params, ouro.prelude(params, token_r), kv, batch)
+            logits_rv = ouro.coda(self.spec.policy, params, hidden_rd)
+            token_r = self._choose(state, slot, logits_rv, step["output_index"] + i, greedy)
+            logprob_r = sampler.raw_logprob(logits_rv, token_r)
+            return token_r, kv, tokens_rt.at[:, i].set(token_r), logprobs_rt.at[:, i].set(logprob_r)
 
+        start = (
+            state.last_token_s.at[slot].get(mode="clip"),
+            state.kv,
+            jnp.zeros((self.bucket, count), jnp.int32),
+            jnp.zeros((self.bucket, count), jnp.float32),
+        )
+        token_r, kv, tokens_rt, logprobs_rt = lax.fori_loop(0, count, run, start)
+        last_token_s = state.last_token_s.at[slot].set(token_r, mode="drop")
+        state = state.replace(kv=kv, last_token_s=last_token_s)
+        return state, {"token": tokens_rt, "logprob": logprobs_rt}
 
-def _coda_sample(spec: ProgramSpec, state: DeviceState, params: OuroParams, step: Results):
-    kv, logits_rv = _logits(spec, state, params, step)
-    sampling = jax.tree.map(lambda leaf: leaf.at[step["slot"]].get(mode="clip"), state.sampling)
-    token_r = sampler.sample(
-        logits_rv,
-        sampling.temperature_s,
-        sampling.top_k_s,
-        sampling.top_p_s,
-        sampling.seed_s2,
-        step["output_index"],
-    )
-    return _emit(state, step, kv, logits_rv, token_r)
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _tables(self, state: DeviceState, slot: jax.Array) -> jax.Array:
+        return state.tables_sp.at[slot].get(mode="clip")
+
+    def _slots(self, slot: jax.Array, valid_r: jax.Array) -> jax.Array:
+        """Slots to write to: past the last one for rows that write nothing."""
+        return jnp.where(valid_r, slot, self.spec.shape.num_slots)
+
+    def _loop(self, params, hidden_td, kv: PagedKV, batch: RowBatch | TileBatch):
+        spec = self.spec
+        return ouro.recurrent(spec.config, spec.policy, spec.kernels, params, hidden_td, kv, batch)
+
+    def _all_loops(self, params, hidden_td, kv: PagedKV, batch: RowBatch | TileBatch):
+        """Every loop of the model, one after the other."""
+
+        def run(depth, carry):
+            return self._loop(params, *carry, batch.at_depth(depth))
+
+        return lax.fori_loop(1, self.spec.config.total_ut_steps + 1, run, (hidden_td, kv))
+
+    def _choose(self, state: DeviceState, slot, logits_rv, output_index, greedy: bool):
+        if greedy:
+            return sampler.greedy(logits_rv)
+        sampling = jax.tree.map(lambda leaf: leaf.at[slot].get(mode="clip"), state.sampling)
+        return sampler.sample(
+            logits_rv,
+            sampling.temperature_s,
+            sampling.top_k_s,
+            sampling.top_p_s,
+            sampling.seed_s2,
+            output_index,
+        )

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from rlt_jax.engine.types import (
-    PREFILL_TILE,
+    SHARED_PREFILL_TOKENS,
     BatchError,
     DeviceLostError,
     Row,
@@ -32,7 +32,9 @@ class Ticket:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
+    """A program and its packed input."""
+
     executable: jax.stages.Compiled
     packed: np.ndarray
 
@@ -60,18 +62,35 @@ class Runner:
         DeviceLostError when it failed at dispatch (the state is lost: call reset()).
         """
         try:
-            calls = self._prepare(batch)
+            calls = self.prepare(batch)
         except Exception as error:
             raise BatchError(f"{batch.stage.value} batch was not dispatched: {error}") from error
         try:
             results: Results = {}
             for call in calls:
-                self._state, results = call.executable(self._state, self._params, call.packed)
+                results = self.dispatch(call)
+            if not batch.reads_gate:
+                results.pop("exit_probability", None)
             for array in results.values():
                 array.copy_to_host_async()
         except Exception as error:
             raise DeviceLostError(f"{batch.stage.value} batch failed: {error}") from error
         return Ticket(batch, results)
+
+    def dispatch(self, call: Call) -> Results:
+        """Runs a program on the device state; the same call may be dispatched again."""
+        self._state, results = call.executable(self._state, self._params, call.packed)
+        return results
+
+    def run_all(self, times: int = 3) -> None:
+        """Runs every program without a row in it: XLA warms up in the first run, records its
+        command buffers in the second, and is settled in the third."""
+        for kind, bucket in self._programs.all_keys():
+            call = self._call(kind, bucket, 0, {})
+            for _ in range(times):
+                results = self.dispatch(call)
+            jax.block_until_ready(results)
+        jax.block_until_ready(self._state)
 
     def collect(self, ticket: Ticket) -> RunnerOutput:
         """Waits for a batch's results: the only place that reads from the device."""
@@ -96,39 +115,55 @@ class Runner:
         abstract = abstract_state(spec.config, spec.policy, spec.shape)
         return init_state(abstract, jax.sharding.SingleDeviceSharding(self._programs.device))
 
-    def _prepare(self, batch: SchedulerOutput) -> list[_Call]:
+    def prepare(self, batch: SchedulerOutput) -> list[Call]:
+        """The calls that run a batch."""
         updates = batch.slot_updates
         groups = [
             updates[i : i + SLOT_UPDATE_ROWS] for i in range(0, len(updates), SLOT_UPDATE_ROWS)
         ]
+        fit = self._programs.buckets.fit
         calls = [
-            self._call(Kind.SET_SLOTS, len(group), self._slot_values(group)) for group in groups
+            self._call(Kind.SET_SLOTS, SLOT_UPDATE_ROWS, len(group), self._slot_values(group))
+            for group in groups
         ]
         if batch.stage is Stage.PREFILL:
-            tiles = [tile for row in batch.rows for tile in _tiles(row)]
-            calls.append(self._call(Kind.PREFILL, len(tiles), _columns(tiles)))
-        else:
-            rows = {
-                "slot": [row.slot for row in batch.rows],
-                "position": [row.position for row in batch.rows],
-                "depth": [row.depth for row in batch.rows],
-                "output_index": [row.output_index for row in batch.rows],
-            }
-            calls.append(self._call(_kind_of(batch), len(batch.rows), rows))
+            calls.append(self._prefill_call(batch))
+            return calls
+        names = ("slot", "position", "depth", "exit_depth", "output_index")
+        rows = {name: [getattr(row, name) for row in batch.rows] for name in names}
+        kind = _kind_of(batch)
+        count = len(batch.rows)
+        calls.append(self._call(kind, fit(kind, count), count, rows))
         return calls
 
-    def _call(self, kind: Kind, count: int, values: dict[str, Sequence]) -> _Call:
-        """Pads `count` entries to a bucket and packs them."""
-        bucket = self._programs.buckets.fit(kind, count)
-        shape = self._programs.spec.shape
-        layout = input_layout(kind, bucket, shape)
+    def _prefill_call(self, batch: SchedulerOutput) -> Call:
+        spec, fit = self._programs.spec, self._programs.buckets.fit
+        if spec.shape.planes == 1:
+            tiles = [tile for row in batch.rows for tile in _tiles(row, SHARED_PREFILL_TOKENS)]
+            values = _columns(tiles)
+            values["tokens"] = [
+                row.tokens + (0,) * (SHARED_PREFILL_TOKENS - len(row.tokens)) for row in batch.rows
+            ]
+            bucket = fit(Kind.PREFILL, len(tiles))
+            return self._call(Kind.PREFILL, bucket, len(tiles), values)
+        tiles = [tile for row in batch.rows for tile in _tiles(row, spec.kernels.tile_rows)]
+        values = _columns(tiles)
+        values["tokens"] = [token for row in batch.rows for token in row.tokens]
+        bucket = fit(Kind.PREFILL, len(values["tokens"]))
+        return self._call(Kind.PREFILL, bucket, len(tiles), values)
+
+    def _call(self, kind: Kind, bucket: int, count: int, values: dict[str, Sequence]) -> Call:
+        """Pads each field's entries and packs them; `count` rows are real."""
+        spec = self._programs.spec
+        layout = input_layout(kind, bucket, spec)
         padded = {}
         for name, field_shape, dtype in layout.fields:
             # A slot past the last one marks padding: nothing is read, written or sampled.
-            filler = shape.num_slots if name == "slot" else 0
+            filler = spec.shape.num_slots if name == "slot" else 0
             padded[name] = np.full(field_shape, filler, dtype)
-            padded[name][:count] = values[name]
-        return _Call(self._programs.get(kind, bucket), layout.pack(padded))
+            if count:
+                padded[name][: len(values[name])] = values[name]
+        return Call(self._programs.get(kind, bucket), layout.pack(padded))
 
     def _slot_values(self, updates: Sequence[SlotUpdate]) -> dict[str, Sequence]:
         width = self._programs.spec.shape.table_width
@@ -146,28 +181,30 @@ class Runner:
 
 
 def _kind_of(batch: SchedulerOutput) -> Kind:
-    if batch.stage is Stage.PRELUDE:
-        return Kind.PRELUDE
     if batch.stage is Stage.RECURRENT:
-        return Kind.RECURRENT_GATED if batch.reads_gate else Kind.RECURRENT
-    return Kind.CODA_SAMPLE if batch.samples else Kind.CODA_GREEDY
+        return Kind.RECURRENT
+    if batch.num_tokens > 1:
+        return Kind.TOKENS_GREEDY
+    greedy, sample = {
+        Stage.CODA: (Kind.CODA_GREEDY, Kind.CODA_SAMPLE),
+        Stage.BOUNDARY: (Kind.BOUNDARY_GREEDY, Kind.BOUNDARY_SAMPLE),
+        Stage.TOKENS: (Kind.TOKEN_GREEDY, Kind.TOKEN_SAMPLE),
+    }[batch.stage]
+    return sample if batch.samples else greedy
 
 
-def _tiles(row: Row) -> list[dict]:
+def _tiles(row: Row, tile_rows: int) -> list[dict]:
     """A prompt chunk cut into tiles of consecutive positions."""
-    tiles = []
-    for start in range(0, len(row.tokens), PREFILL_TILE):
-        tokens = row.tokens[start : start + PREFILL_TILE]
-        tiles.append(
-            {
-                "slot": row.slot,
-                "start": row.position + start,
-                "count": len(tokens),
-                "ends_prompt": int(row.ends_prompt and start + len(tokens) == len(row.tokens)),
-                "tokens": tokens + (0,) * (PREFILL_TILE - len(tokens)),
-            }
-        )
-    return tiles
+    size = len(row.tokens)
+    return [
+        {
+            "slot": row.slot,
+            "start": row.position + start,
+            "count": min(tile_rows, size - start),
+            "ends_prompt": int(row.ends_prompt and start + tile_rows >= size),
+        }
+        for start in range(0, size, tile_rows)
+    ]
 
 
 def _columns(entries: list[dict]) -> dict[str, list]:
@@ -175,14 +212,14 @@ def _columns(entries: list[dict]) -> dict[str, list]:
 
 
 def _row_result(row: Row, i: int, host: dict[str, np.ndarray]) -> RowResult:
-    def value(name, convert):
-        return convert(host[name][i]) if name in host else None
-
+    tokens = logprobs = ()
+    if row.exit_depth:
+        tokens, logprobs = tuple(host["token"][i].tolist()), tuple(host["logprob"][i].tolist())
     return RowResult(
         generation=row.generation,
         position=row.position,
         depth=row.depth,
-        exit_probability=value("exit_probability", np.float32),
-        token=value("token", int),
-        logprob=value("logprob", float),
+        tokens=tokens,
+        logprobs=logprobs,
+        exit_probability=host["exit_probability"][i] if row.reads_gate else None,
     )

@@ -48,20 +48,27 @@ class PackedLayout:
         return values
 
 
+def _int32_fields(names: str, count: int):
+    return tuple((name, (count,), np.int32) for name in names.split())
+
+
 def row_layout(rows: int) -> PackedLayout:
-    """Decode rows. slot: num_slots or more marks a padding row."""
-    fields = ("slot", "position", "depth", "output_index")
-    return PackedLayout(tuple((name, (rows,), np.int32) for name in fields))
+    """Decode rows. slot: num_slots or more marks a padding row. The rest: see engine.types.Row."""
+    return PackedLayout(_int32_fields("slot position depth exit_depth output_index", rows))
 
 
-def prefill_layout(tiles: int, tile_size: int) -> PackedLayout:
-    """Prompt tiles. slot: as above; start: first position; count: valid rows; ends_prompt: 1 when
-    the tile's last valid row is the prompt's last token."""
-    fields = ("slot", "start", "count", "ends_prompt")
-    return PackedLayout(
-        tuple((name, (tiles,), np.int32) for name in fields)
-        + (("tokens", (tiles, tile_size), np.int32),)
-    )
+def prompt_layout(tokens: int, tiles: int) -> PackedLayout:
+    """Prompt chunks, packed one after the other and cut into tiles. slot: as above; start: a tile's
+    first position; count: its rows (0: no tile); ends_prompt: 1 when its last row is the prompt's
+    last token."""
+    fields = _int32_fields("slot start count ends_prompt", tiles)
+    return PackedLayout((*fields, ("tokens", (tokens,), np.int32)))
+
+
+def shared_prompt_layout(requests: int, tokens: int) -> PackedLayout:
+    """As prompt_layout, with one tile of `tokens` rows for each request."""
+    fields = _int32_fields("slot start count ends_prompt", requests)
+    return PackedLayout((*fields, ("tokens", (requests, tokens), np.int32)))
 
 
 def slot_layout(rows: int, table_width: int) -> PackedLayout:
