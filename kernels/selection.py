@@ -27,3 +27,7 @@ class Kernels:
 
 
 REFERENCE = Kernels()
+
+
+def select(requested, *, platform, dtype, kv_dtype, head_dim, heads, kv_heads, page_size):
+    return REFERENCE

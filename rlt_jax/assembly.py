@@ -1,7 +1,9 @@
 """Puts an engine together: memory plan, device state, programs, runner, scheduler."""
 
 import dataclasses
+import itertools
 import logging
+import time
 
 import jax
 
@@ -24,6 +26,17 @@ MAX_EXECUTABLES = 40
 
 
 @dataclasses.dataclass(frozen=True)
+class StartUp:
+    """What it took to be ready: seconds to plan memory, to compile every program ahead, to run each
+    for the first times; the number of programs compiled (0: each on its first use)."""
+
+    plan_seconds: float
+    compile_seconds: float
+    first_runs_seconds: float
+    executables: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Assembly:
     """The parts of a running engine."""
 
@@ -31,6 +44,7 @@ class Assembly:
     runner: Runner
     programs: Programs
     memory_plan: MemoryPlan
+    start_up: StartUp
 
 
 def assemble(
@@ -62,6 +76,7 @@ def assemble(
         page_size=cache.block_size,
     )
     buckets = plan_buckets(cache, scheduling, execution)
+    clock = [time.perf_counter()]
     plan = plan_memory(model, policy, cache, scheduling.max_num_seqs, buckets, device, kernels)
     shape = plan.state_shape(scheduling.max_num_seqs, model.max_position_embeddings)
     spec = ProgramSpec(model, policy, shape, kernels, execution.tokens_per_dispatch)
@@ -75,11 +90,17 @@ def assemble(
             count,
             MAX_EXECUTABLES,
         )
+    clock.append(time.perf_counter())
     if execution.compile_ahead:
         programs.warm_up()
+    clock.append(time.perf_counter())
     runner = Runner(params, programs)
     if execution.compile_ahead and device.platform == "gpu":
         runner.run_all()
+    clock.append(time.perf_counter())
+    seconds = [round(end - start, 2) for start, end in itertools.pairwise(clock)]
+    start_up = StartUp(*seconds, executables=len(programs.compiled))
+    logger.info("ready: %s", start_up)
 
     limits = ModelLimits(
         vocab_size=model.vocab_size,
@@ -91,7 +112,7 @@ def assemble(
     kv = KVAccounting(KVGeometry(plan.num_pages, plan.planes, plan.block_size))
     scheduler = Scheduler(scheduling, limits, exits, kv, execution.tokens_per_dispatch)
     core = EngineCore(scheduler, runner, limits, exits, execution.max_in_flight)
-    return Assembly(core, runner, programs, plan)
+    return Assembly(core, runner, programs, plan, start_up)
 
 
 def plan_buckets(

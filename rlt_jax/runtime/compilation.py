@@ -102,6 +102,14 @@ _executables: OrderedDict[_Key, dict[tuple[Kind, int], Future]] = OrderedDict()
 _lock = threading.Lock()
 
 
+_GPU_OPTIONS = {
+    # Rounds to bfloat16 wherever the model says so: the same everywhere, fused or not.
+    "xla_allow_excess_precision": False,
+    # It reckons without donation and tries to shrink programs that need no shrinking.
+    "xla_disable_hlo_passes": "rematerialization",
+}
+
+
 def compile_program(
     kind: Kind, bucket: int, spec: ProgramSpec, device: jax.Device
 ) -> jax.stages.Compiled:
@@ -116,7 +124,8 @@ def compile_program(
     state = placed(abstract_state(spec.config, spec.policy, spec.shape))
     params = placed(abstract_params(spec.config, spec.policy))
     packed = jax.ShapeDtypeStruct((input_layout(kind, bucket, spec).size,), np.int32)
-    program = jax.jit(build(kind, bucket, spec), donate_argnums=0)
+    options = _GPU_OPTIONS if device.platform == "gpu" else None
+    program = jax.jit(build(kind, bucket, spec), donate_argnums=0, compiler_options=options)
     return program.lower(state, params, packed).compile()
 
 
