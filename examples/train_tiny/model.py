@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from examples.train_tiny.batch import Batch, Rows, flatten
+from rlt_jax.kernels.kv_update import apply_rotary
+from rlt_jax.kernels.residual_norm import rms_norm
 from rlt_jax.models.ouro import (
     DTypePolicy,
     OuroLayerParams,
     OuroParams,
     abstract_params,
-    apply_rotary,
     linear,
-    rms_norm,
     rotary_angles,
 )
 from rlt_jax.models.ouro_config import OuroConfig
@@ -92,7 +92,7 @@ def layer(
 
     qkv = linear(norm(hidden, params.norms[0]), params.wqkv, policy).reshape(-1, 3 * heads, x)
     q, k, v = jnp.split(qkv, 3, axis=1)
-    q, k = (apply_rotary(a[None], *angles)[0] for a in (q, k))
+    q, k = (apply_rotary(a, *angles) for a in (q, k))
     kept = tuple(jnp.where(left[:, None, None], *pair) for pair in zip(history, (k, v)))
 
     attended, start = [], 0
@@ -136,7 +136,7 @@ def loop(
     which the loop before returned.
     """
     position = flatten([rows.position for rows in batch])
-    angles = rotary_angles(position[None], config.head_dim, config.rope_theta, hidden.dtype)
+    angles = rotary_angles(position, config.head_dim, config.rope_theta, hidden.dtype)
     masks, kept = tuple(map(visible, batch)), []
     for layer_params, layer_history in zip(params.layers, history):
         hidden, layer_kept = layer(

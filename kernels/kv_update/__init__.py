@@ -6,7 +6,9 @@ from rlt_jax.kernels.kv_update import reference
 from rlt_jax.kernels.paged_kv import PagedKV, Places
 from rlt_jax.kernels.selection import REFERENCE, Kernels
 
-__all__ = ["finalize_kv", "rotate_and_write"]
+__all__ = ["apply_rotary", "finalize_kv", "rotate_and_write"]
+
+apply_rotary = reference.apply_rotary
 
 
 def rotate_and_write(
