@@ -1,0 +1,203 @@
+"""Paged causal attention of prompt tiles as a Pallas-Triton kernel (FlashAttention-2 style).
+
+One program a (tile, head): the tile's rows stay in registers while the keys and values of its
+plane come by in blocks, each key through the block table. The blocks lie at absolute positions
+and a block past a row's own position changes nothing in it, so a row's bits depend on its own
+context only, whatever tile it is in.
+
+Arrays are named by their axes: m rows of a tile, c keys of a block, and those of paged_kv.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from rlt_jax.kernels.compat import WHOLE, dot, load, store, triton_call
+from rlt_jax.kernels.paged_kv import PagedKV, TileBatch
+
+_SMALLEST_DOT = 16  # of any side
+_exp2 = jnp.exp2
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillConfig:
+    """key_block: keys a step; a power of two, as the page size must be. split: the blocks before
+    a tile's first row are walked without masks, in a loop of their own."""
+
+    key_block: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    split: bool = True
+
+    @classmethod
+    def of(cls, dtype) -> "PrefillConfig":
+        if jnp.dtype(dtype).itemsize <= 2:
+            return cls()
+        # Without tensor cores, products are unrolled over the threads: more of them, less each.
+        return cls(key_block=32, num_warps=8, num_stages=2)
+
+
+def paged_prefill(
+    q_thx: jax.Array,
+    kv: PagedKV,
+    layer: jax.Array,
+    batch: TileBatch,
+    interpret: bool,
+    config: PrefillConfig | None = None,
+) -> jax.Array:
+    config = config or PrefillConfig.of(q_thx.dtype)
+    heads, head_dim = q_thx.shape[1:]
+    lengths_n = batch.starts_n + batch.counts_n
+    order_n = jnp.argsort(-lengths_n)  # the tiles with most keys start first
+    tiles = (batch.first_rows_n, batch.starts_n, batch.counts_n, batch.depths_n)
+    tiles_n4 = jnp.stack(tiles, axis=1)[order_n].astype(jnp.int32)
+    kernel = functools.partial(
+        _kernel,
+        planes=kv.planes,
+        rows=_block(batch.tile_rows),
+        columns=_block(head_dim),
+        config=config,
+    )
+    return triton_call(
+        kernel,
+        # Heads run fastest: the programs of a tile are neighbours in time.
+        grid=(heads, len(order_n)),
+        out_shape=jax.ShapeDtypeStruct(q_thx.shape, q_thx.dtype),
+        in_specs=[WHOLE] * 6,
+        out_specs=WHOLE,
+        # The output takes q's place: what no tile writes stays as defined as it was.
+        input_output_aliases={4: 0},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+        name="paged_prefill",
+    )(
+        jnp.reshape(layer, (1,)).astype(jnp.int32),
+        order_n.astype(jnp.int32),
+        tiles_n4,
+        batch.tables_np,
+        q_thx,
+        kv.pool,
+    )
+
+
+def _block(size: int) -> int:
+    return max(_SMALLEST_DOT, pl.next_power_of_2(size))
+
+
+def _kernel(
+    layer_ref,  # [1]
+    order_ref,  # [n]
+    tiles_ref,  # [n, 4]: first row, start, count, depth; by descending length
+    tables_ref,  # [n, p]
+    q_ref,  # [t, h, x]
+    pool_ref,  # [layers, physical pages, 2, k, page_size, x]
+    out_ref,  # [t, h, x], the same memory as q_ref
+    *,
+    planes: int,
+    rows: int,
+    columns: int,
+    config: PrefillConfig,
+):
+    head, tile = pl.program_id(0), pl.program_id(1)
+    first_row, start, count, depth = (tiles_ref[tile, i] for i in range(4))
+    end = jnp.where(count > 0, start + count, 0)
+    offset_m = jnp.arange(rows)
+    column_x = jnp.arange(columns)
+    q_at = q_ref.at[(first_row + offset_m)[:, None], head, column_x[None, :]]
+    out_at = out_ref.at[(first_row + offset_m)[:, None], head, column_x[None, :]]
+    own_mx = (offset_m < count)[:, None] & (column_x < q_ref.shape[2])[None, :]
+    q_mx = load(q_at, mask=own_mx, other=0)
+
+    read_block = functools.partial(
+        _read_block,
+        pool_ref,
+        tables_ref,
+        row=order_ref[tile],
+        layer=layer_ref[0],
+        plane=jnp.minimum(depth, planes) - 1,
+        planes=planes,
+        head=lax.div(head, q_ref.shape[1] // pool_ref.shape[3]),
+        column_x=column_x,
+        dtype=q_mx.dtype,
+    )
+    step = functools.partial(_step, q_mx, math.log2(math.e) * q_ref.shape[2] ** -0.5)
+    offset_c = jnp.arange(config.key_block)
+
+    def whole_block(i, carry):
+        return step(carry, *read_block(i, offset_c, None), None)
+
+    def masked_block(i, carry):
+        position_c = i * config.key_block + offset_c
+        seen_mc = position_c[None, :] <= (start + offset_m)[:, None]
+        return step(carry, *read_block(i, offset_c, position_c < end), seen_mc)
+
+    carry = (
+        jnp.full((rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, columns), jnp.float32),
+    )
+    blocks = pl.cdiv(end, config.key_block)
+    whole = 0
+    if config.split:
+        whole = jnp.minimum(lax.div(start + 1, config.key_block), blocks)
+        carry = lax.fori_loop(0, whole, whole_block, carry)
+    _, total_m, mixed_mx = lax.fori_loop(whole, blocks, masked_block, carry)
+    out_mx = (mixed_mx / total_m[:, None]).astype(out_ref.dtype)
+    store(out_at, out_mx, mask=own_mx)
+
+
+def _read_block(
+    pool_ref, tables_ref, i, offset_c, valid_c, *, row, layer, plane, planes, head, column_x, dtype
+):
+    """Keys and values [c, x] of block i; zeros where invalid (valid_c None: nowhere)."""
+    page_size, head_dim = pool_ref.shape[4:]
+    block = offset_c.size
+    if page_size < block:
+        table_at = tables_ref.at[row, i * (block // page_size) + lax.div(offset_c, page_size)]
+        logical_c = _load(table_at, valid_c)
+        page_c1 = (logical_c * planes + plane)[:, None]
+        offset_c = lax.rem(offset_c, page_size)
+    else:
+        blocks_a_page = page_size // block
+        page_c1 = tables_ref[row, lax.div(i, blocks_a_page)] * planes + plane
+        offset_c = lax.rem(i, blocks_a_page) * block + offset_c
+
+    mask_cx = None if valid_c is None else valid_c[:, None]
+    if column_x.size != head_dim:
+        inside_cx = (column_x < head_dim)[None, :]
+        mask_cx = inside_cx if mask_cx is None else mask_cx & inside_cx
+    if mask_cx is not None:
+        mask_cx = jnp.broadcast_to(mask_cx, (block, column_x.size))
+    keys_at, values_at = (
+        pool_ref.at[layer, page_c1, side, head, offset_c[:, None], column_x[None, :]]
+        for side in (0, 1)
+    )
+    return _load(keys_at, mask_cx).astype(dtype), _load(values_at, mask_cx).astype(dtype)
+
+
+def _load(at, mask):
+    return load(at) if mask is None else load(at, mask=mask, other=0)
+
+
+def _step(q_mx, scale, carry, keys_cx, values_cx, seen_mc):
+    """Online softmax in base 2. Every row sees position 0, so its peak is finite from the first
+    block on, and a block that it does not see leaves it as it is, to the bit."""
+    peak_m, total_m, mixed_mx = carry
+    precision = lax.Precision.HIGHEST if q_mx.dtype == jnp.float32 else None
+    scores_mc = dot(q_mx, keys_cx, trans_b=True, precision=precision)
+    if seen_mc is not None:
+        # Before the scale, so that both loops contract the product and the difference alike.
+        scores_mc = jnp.where(seen_mc, scores_mc, -jnp.inf)
+    new_peak_m = jnp.maximum(peak_m, jnp.max(scores_mc, axis=1) * scale)
+    decay_m = _exp2(peak_m - new_peak_m)
+    weights_mc = _exp2(scores_mc * scale - new_peak_m[:, None])
+    total_m = total_m * decay_m + jnp.sum(weights_mc, axis=1)
+    mixed_mx = mixed_mx * decay_m[:, None]
+    mixed_mx += dot(weights_mc.astype(values_cx.dtype), values_cx, precision=precision)
+    return new_peak_m, total_m, mixed_mx
