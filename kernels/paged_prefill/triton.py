@@ -35,9 +35,9 @@ class PrefillConfig:
     split: bool = True
 
     @classmethod
-    def of(cls, dtype) -> "PrefillConfig":
+    def of(cls, dtype, head_dim: int) -> "PrefillConfig":
         if jnp.dtype(dtype).itemsize <= 2:
-            return cls()
+            return cls() if head_dim <= 128 else cls(num_stages=2)
         # Without tensor cores, products are unrolled over the threads: more of them, less each.
         return cls(key_block=32, num_warps=8, num_stages=2)
 
@@ -50,8 +50,8 @@ def paged_prefill(
     interpret: bool,
     config: PrefillConfig | None = None,
 ) -> jax.Array:
-    config = config or PrefillConfig.of(q_thx.dtype)
     heads, head_dim = q_thx.shape[1:]
+    config = config or PrefillConfig.of(q_thx.dtype, head_dim)
     lengths_n = batch.starts_n + batch.counts_n
     order_n = jnp.argsort(-lengths_n)  # the tiles with most keys start first
     tiles = (batch.first_rows_n, batch.starts_n, batch.counts_n, batch.depths_n)
