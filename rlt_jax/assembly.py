@@ -79,7 +79,7 @@ def assemble(
     clock = [time.perf_counter()]
     plan = plan_memory(model, policy, cache, scheduling.max_num_seqs, buckets, device, kernels)
     shape = plan.state_shape(scheduling.max_num_seqs, model.max_position_embeddings)
-    spec = ProgramSpec(model, policy, shape, kernels, execution.tokens_per_dispatch)
+    spec = ProgramSpec(model, policy, shape, kernels)
     programs = Programs(spec, buckets, device)
     count = len(programs.all_keys())
     logger.info("at most %d executables", count)

@@ -268,7 +268,7 @@ class LLM:
                     which = f"prompts[{i}]: " if len(requests) > 1 else ""
                     raise ValueError(f"{which}{error}") from error
             yield
-            self._unfinished.clear()
+            self._abort_unfinished(engine)  # none is left, but a batch may still be in flight
         except BaseException:
             # The first error is the one to report, not one that it (or close()) causes here.
             with contextlib.suppress(Exception):

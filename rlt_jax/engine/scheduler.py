@@ -275,20 +275,17 @@ class Scheduler:
             Stage.CODA: [queues[RequestStage.CODA]],
             Stage.BOUNDARY: [queues[RequestStage.CODA], queues[RequestStage.RECURRENT]],
         }.get(stage, [queues[RequestStage.RECURRENT]])
-        requests: list[Request] = []
+        # Full-depth rows that are out of step meet at the start of a token.
+        meet = stage is Stage.RECURRENT and self._only_whole_tokens()
+        taken: list[Request] = []
+        left: list[Request] = []
         for queue in sources:
-            while queue and len(requests) < self._max_rows:
-                requests.append(self._pop(queue))
-        if stage is Stage.RECURRENT and all(r.whole_tokens for r in requests):
-            requests = self._leave_token_starts(requests)
-        return tuple(self._decode_row(request, stage) for request in requests)
-
-    def _leave_token_starts(self, requests: list[Request]) -> list[Request]:
-        """Full-depth rows that are out of step meet at the start of a token."""
-        for request in requests:
-            if request.depth == 0:
-                self._enqueue(request, RequestStage.RECURRENT)
-        return [request for request in requests if request.depth > 0]
+            while queue and len(taken) < self._max_rows:
+                request = self._pop(queue)
+                (left if meet and request.depth == 0 else taken).append(request)
+        for request in left:
+            self._enqueue(request, RequestStage.RECURRENT)
+        return tuple(self._decode_row(request, stage) for request in taken)
 
     def _take_prompts(self) -> tuple[Row, ...]:
         queue, budget = self._queues[RequestStage.PREFILL], self._config.max_num_batched_tokens

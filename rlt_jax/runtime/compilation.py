@@ -16,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from rlt_jax.models.ouro import abstract_params
 from rlt_jax.runtime.device_state import abstract_state
 from rlt_jax.runtime.programs import (
+    SEVERAL_TOKENS,
     SLOT_UPDATE_ROWS,
     Kind,
     ProgramSpec,
@@ -68,10 +69,9 @@ class Buckets:
         if kind is Kind.PREFILL:
             return self.prompts
         if kind in (Kind.CODA_GREEDY, Kind.CODA_SAMPLE):
-            return self.rows[::-1][::2][
-                ::-1
-            ]  # alone it runs rarely, and reads the head at any size
-        if kind is Kind.TOKENS_GREEDY and self.tokens_per_dispatch == 1:
+            # Alone it runs rarely, and reads the head at any size.
+            return self.rows[::-1][::2][::-1]
+        if SEVERAL_TOKENS.get(kind, self.tokens_per_dispatch) != self.tokens_per_dispatch:
             return ()
         return self.rows
 

@@ -46,7 +46,12 @@ class Kind(enum.Enum):
     BOUNDARY_SAMPLE = "boundary_sample"
     TOKEN_GREEDY = "token_greedy"
     TOKEN_SAMPLE = "token_sample"
-    TOKENS_GREEDY = "tokens_greedy"  # ProgramSpec.tokens_per_dispatch of them
+    TOKENS_2_GREEDY = "tokens_2_greedy"
+    TOKENS_4_GREEDY = "tokens_4_greedy"
+
+
+# How many tokens the programs of more than one run.
+SEVERAL_TOKENS = {Kind.TOKENS_2_GREEDY: 2, Kind.TOKENS_4_GREEDY: 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +62,6 @@ class ProgramSpec:
     policy: DTypePolicy
     shape: StateShape
     kernels: Kernels = REFERENCE
-    tokens_per_dispatch: int = 1
 
 
 def prompt_tiles(bucket: int, spec: ProgramSpec) -> int:
@@ -91,13 +95,14 @@ def build(kind: Kind, bucket: int, spec: ProgramSpec) -> Program:
         Kind.BOUNDARY_SAMPLE: run.boundary,
         Kind.TOKEN_GREEDY: run.tokens,
         Kind.TOKEN_SAMPLE: run.tokens,
-        Kind.TOKENS_GREEDY: run.tokens,
+        Kind.TOKENS_2_GREEDY: run.tokens,
+        Kind.TOKENS_4_GREEDY: run.tokens,
     }[kind]
     options = {}
     if kind not in (Kind.SET_SLOTS, Kind.PREFILL, Kind.RECURRENT):
         options["greedy"] = kind.value.endswith("greedy")
-    if kind is Kind.TOKENS_GREEDY:
-        options["count"] = spec.tokens_per_dispatch
+    if kind in SEVERAL_TOKENS:
+        options["count"] = SEVERAL_TOKENS[kind]
 
     def program(state, params, packed):
         return body(state, params, layout.unpack(packed), **options)

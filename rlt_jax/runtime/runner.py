@@ -184,7 +184,7 @@ def _kind_of(batch: SchedulerOutput) -> Kind:
     if batch.stage is Stage.RECURRENT:
         return Kind.RECURRENT
     if batch.num_tokens > 1:
-        return Kind.TOKENS_GREEDY
+        return Kind(f"tokens_{batch.num_tokens}_greedy")
     greedy, sample = {
         Stage.CODA: (Kind.CODA_GREEDY, Kind.CODA_SAMPLE),
         Stage.BOUNDARY: (Kind.BOUNDARY_GREEDY, Kind.BOUNDARY_SAMPLE),
