@@ -1,7 +1,11 @@
-"""A fake device: answers batches at once with scripted tokens and hazards, computing nothing.
+"""A fake device: runs batches of scripted tokens and hazards, computing nothing.
 
 For tests of which batches the scheduler makes; what they compute is tested on the real runner.
+It keeps what a device would know of each request and refuses a batch that does not follow from it.
 """
+
+import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
@@ -11,61 +15,132 @@ from rlt_jax.engine.exit_policy import exit_policy
 from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
 from rlt_jax.engine.scheduler import Scheduler
-from rlt_jax.engine.types import RowResult, RunnerOutput, SchedulerOutput, Stage
+from rlt_jax.engine.types import Row, RowResult, RunnerOutput, SchedulerOutput, Stage
 
+FULL_DEPTH = 4
 TOKEN, HAZARD = 7, 0.5
+
+LETTERS = {
+    Stage.PREFILL: "P",
+    Stage.RECURRENT: "R",
+    Stage.CODA: "C",
+    Stage.BOUNDARY: "B",
+    Stage.TOKENS: "T",
+}
+
+
+@dataclasses.dataclass
+class Progress:
+    """Of one request on the device: position of its token, loops that it has run, outputs."""
+
+    position: int = 0
+    depth: int = 0
+    sampled: int = 0
 
 
 class FakeDevice:
-    """A runner that keeps every batch it was given."""
+    """A runner that keeps every batch it was given, and hands out results when they are collected.
 
-    def __init__(self):
+    token(generation, output index) and hazard(generation, position, depth) are what it computes.
+    """
+
+    def __init__(
+        self,
+        token: Callable[[int, int], int] = lambda *_: TOKEN,
+        hazard: Callable[[int, int, int], float] = lambda *_: HAZARD,
+    ):
+        self._token, self._hazard = token, hazard
+        self._progress: dict[int, Progress] = {}
         self.batches: list[SchedulerOutput] = []
+        self.in_flight: list[SchedulerOutput] = []
+        self.most_in_flight = 0
         self.resets = 0
 
     def submit(self, batch):
+        assert batch.rows
+        assert len({row.generation for row in batch.rows}) == len(batch.rows)
+        awaits_gate = any(other.reads_gate for other in self.in_flight)
+        assert not awaits_gate or batch.stage is Stage.PREFILL
         self.batches.append(batch)
-        return batch
-
-    def collect(self, batch):
-        rows = tuple(
-            RowResult(
-                row.generation,
-                row.position,
-                row.depth,
-                exit_probability=np.float32(HAZARD) if batch.reads_gate else None,
-                token=TOKEN if batch.stage is Stage.CODA else None,
-                logprob=-1.0 if batch.stage is Stage.CODA else None,
-            )
-            for row in batch.rows
-        )
+        self.in_flight.append(batch)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        rows = tuple(self._run(batch, row) for row in batch.rows)
         return RunnerOutput(batch.sequence, batch.stage, rows)
+
+    def collect(self, output):
+        assert self.in_flight.pop(0).sequence == output.sequence
+        return output
 
     def reset(self):
         self.resets += 1
+        self.in_flight.clear()
 
     def stages(self) -> str:
-        """One letter per batch: P prefill, L prelude, R recurrent, C coda."""
-        letters = {Stage.PREFILL: "P", Stage.PRELUDE: "L", Stage.RECURRENT: "R", Stage.CODA: "C"}
-        return "".join(letters[batch.stage] for batch in self.batches)
+        """One letter per batch: P prefill, R recurrent, C coda, B boundary, T tokens."""
+        return "".join(LETTERS[batch.stage] for batch in self.batches)
+
+    def of(self, stage: Stage) -> list[SchedulerOutput]:
+        return [batch for batch in self.batches if batch.stage is stage]
+
+    def _run(self, batch: SchedulerOutput, row: Row) -> RowResult:
+        at = self._progress.setdefault(row.generation, Progress())
+        assert row.position == at.position
+        tokens, hazard = [], None
+        if batch.stage is Stage.PREFILL:
+            assert row.tokens and row.depth == FULL_DEPTH and not row.exit_depth
+            at.position += len(row.tokens)
+            if row.ends_prompt:
+                at.position, at.depth = at.position - 1, FULL_DEPTH
+        elif batch.stage is Stage.TOKENS:
+            assert at.depth == 0 and row.depth == row.exit_depth == FULL_DEPTH
+            tokens = [self._sample(row, at, i) for i in range(batch.num_tokens)]
+        else:
+            assert row.exit_depth or row.depth
+            assert not row.exit_depth or batch.stage is not Stage.RECURRENT
+            assert not row.depth or batch.stage is not Stage.CODA
+            if row.exit_depth:
+                assert row.exit_depth == at.depth
+                tokens = [self._sample(row, at, 0)]
+            if row.depth:
+                assert row.depth == at.depth + 1 <= FULL_DEPTH
+                at.depth = row.depth
+                hazard = np.float32(self._hazard(row.generation, at.position, at.depth))
+        return RowResult(
+            row.generation,
+            row.position,
+            row.depth,
+            tokens=tuple(tokens),
+            logprobs=(-1.0,) * len(tokens),
+            exit_probability=hazard if row.reads_gate else None,
+        )
+
+    def _sample(self, row: Row, at: Progress, i: int) -> int:
+        """The coda: one output token, after which the next position begins."""
+        assert at.sampled == row.output_index + i
+        token = self._token(row.generation, at.sampled)
+        at.position, at.depth, at.sampled = at.position + 1, 0, at.sampled + 1
+        return token
 
 
 def fake_engine(
+    device: FakeDevice | None = None,
     *,
     num_pages: int = 1000,
     planes: int = 4,
     block_size: int = 4,
     eos_token_ids: tuple[int, ...] = (),
     exit_config: ExitConfig | None = None,
+    max_in_flight: int = 2,
+    tokens_per_dispatch: int = 1,
     **scheduling,
 ) -> tuple[EngineCore, FakeDevice]:
-    limits = ModelLimits(97, full_depth=4, max_positions=512, eos_token_ids=eos_token_ids)
+    limits = ModelLimits(97, FULL_DEPTH, max_positions=512, eos_token_ids=eos_token_ids)
     config = SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 32, **scheduling})
     policy = exit_policy(exit_config or ExitConfig())
     kv = KVAccounting(KVGeometry(num_pages, planes, block_size))
-    scheduler = Scheduler(config.resolve("cpu"), limits, policy, kv)
-    device = FakeDevice()
-    return EngineCore(scheduler, device, limits, policy), device
+    scheduler = Scheduler(config.resolve("cpu"), limits, policy, kv, tokens_per_dispatch)
+    device = device or FakeDevice()
+    return EngineCore(scheduler, device, limits, policy, max_in_flight), device
 
 
 def run(core: EngineCore, steps: int = 10_000) -> dict:
@@ -75,4 +150,13 @@ def run(core: EngineCore, steps: int = 10_000) -> dict:
         if not core.has_unfinished_requests():
             return outputs
         outputs |= {output.request_id: output for output in core.step()}
-    return outputs
+    raise AssertionError(f"not done after {steps} steps: {core.scheduler.stats()}")
+
+
+def assert_empty(core: EngineCore) -> None:
+    """Nothing is left of any request."""
+    stats = core.scheduler.stats()
+    assert not core.has_unfinished_requests()
+    assert stats["free_blocks"] == stats["total_blocks"]
+    assert stats["running"] == stats["waiting"] == 0
+    assert core.scheduler.block_tables() == {}
