@@ -1,4 +1,4 @@
-"""The command line: rlt-jax generate | chat | inspect | convert | export.
+"""The command line: rlt-jax generate | chat | bench | inspect | convert | export.
 
 Whatever goes wrong is one line on stderr and exit status 2; --debug shows the traceback. What a
 command needs is imported when it runs, so that --help is quick.
@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
+from rlt_jax.cli_bench import add_bench_flags
 from rlt_jax.cli_chat import add_chat_flags
 from rlt_jax.cli_generate import add_generate_flags
 from rlt_jax.cli_options import Parser
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     try:
         options = parser.parse_args(arguments)
+        options.arguments = list(sys.argv[1:] if arguments is None else arguments)
         if options.command is None:
             parser.print_help()
             return 0
@@ -119,6 +121,7 @@ def build_parser() -> Parser:
 
     add_generate_flags(add)
     add_chat_flags(add)
+    add_bench_flags(add)
 
     shown = add("inspect", run_inspect, "describe a checkpoint", _INSPECT_EXAMPLES)
     shown.add_argument("path", help="a checkpoint's folder, its hub id, or ouro-tiny")

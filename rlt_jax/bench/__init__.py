@@ -1,0 +1,1 @@
+"""The benchmarks behind `rlt-jax bench`: each measures one thing and says what the limit is."""

@@ -1,0 +1,242 @@
+"""What the commands of `rlt-jax bench` do with their flags."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from rlt_jax.bench import (
+    compare,
+    decode,
+    kernels,
+    plot,
+    prefill,
+    report,
+    roofline,
+    synthetic,
+    throughput,
+)
+from rlt_jax.bench.driver import BenchEngine, Configs
+from rlt_jax.bench.synthetic import BenchModel
+from rlt_jax.cli_options import config_from_flags
+from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
+from rlt_jax.llm_engine import resolve_device
+from rlt_jax.sampling_params import SamplingParams
+from rlt_jax.validation import check_int, fail
+
+
+@dataclasses.dataclass(frozen=True)
+class _Session:
+    """A loaded model, the configs of the flags, and what the engines were (appended to)."""
+
+    model: BenchModel
+    configs: Configs
+    say: report.Say
+    engines: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    startups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def default(self, value: Any, on_gpu: Any, on_cpu: Any) -> Any:
+        return default(self.model.device, value, on_gpu, on_cpu)
+
+    def measure(self, bench: ModuleType, spec: Any, configs: Configs) -> list[Any]:
+        """The rows of one engine, which is gone afterwards."""
+        kind = f"{configs.cache.layout}, {configs.execution.kernels} kernels"
+        self.say(f"building the engine ({kind})")
+        with BenchEngine(self.model, bench.prepare(spec, self.model, configs)) as engine:
+            rows = list(bench.run(spec, engine, self.say))
+            self.engines.append(engine.describe())
+            self.startups.append(engine.describe_startup())
+        return rows
+
+
+def default(device: jax.Device, value: Any, on_gpu: Any, on_cpu: Any) -> Any:
+    """A flag's value, or what it is when it was not given."""
+    if value is not None:
+        return value
+    return on_cpu if device.platform == "cpu" else on_gpu
+
+
+def run_roofline(options: argparse.Namespace) -> None:
+    report.check_output(options.output)
+    check_int("--read-bytes", options.read_bytes, minimum=2**20, optional=True)
+    check_int("--matmul", options.matmul, minimum=1, optional=True)
+    device = resolve_device(options.device)
+    size = roofline.RooflineSize.on(device.platform)
+    given = {name: getattr(options, name) for name in ("read_bytes", "matmul")}
+    given = {name: value for name, value in given.items() if value is not None}
+    with report.progress() as say:
+        rows = roofline.measure(device, dataclasses.replace(size, **given), say)
+    title = f"roofline: {device.device_kind}"
+    report.print_table(title, roofline.COLUMNS, roofline.table(rows))
+    _write(options, "roofline", rows, device)
+
+
+def run_decode(options: argparse.Namespace) -> None:
+    if options.depth and options.mixed_depths:
+        fail("--mixed-depths", options.mixed_depths, "cannot be used together with --depth")
+
+    def measure(session: _Session) -> Iterator[decode.DecodeRow]:
+        spec = decode.DecodeSpec(
+            batches=tuple(options.batch),
+            contexts=tuple(session.default(options.context, [1024], [64])),
+            tokens=session.default(options.tokens, 128, 16),
+            depths=tuple(options.depth or [session.model.config.total_ut_steps]),
+            mixed_depths=tuple(options.mixed_depths or ()),
+            skip=options.skip,
+            seed=options.seed,
+        )
+        spec.check(session.model, session.configs)
+        for layout in options.layout:
+            for name in options.kernels:
+                configs = session.configs
+                cache = dataclasses.replace(configs.cache, layout=layout)
+                execution = dataclasses.replace(configs.execution, kernels=name)
+                configs = dataclasses.replace(configs, cache=cache, execution=execution)
+                yield from session.measure(decode, spec, configs)
+
+    _run_on_engines(options, decode, measure)
+
+
+def run_prefill(options: argparse.Namespace) -> None:
+    def measure(session: _Session) -> list[prefill.PrefillRow]:
+        spec = prefill.PrefillSpec(
+            requests=tuple(options.requests),
+            prompts=tuple(session.default(options.prompt, [1024], [64])),
+            repeats=options.repeats,
+            seed=options.seed,
+        )
+        spec.check(session.model)
+        return session.measure(prefill, spec, session.configs)
+
+    _run_on_engines(options, prefill, measure)
+
+
+def run_throughput(options: argparse.Namespace) -> None:
+    def measure(session: _Session) -> list[throughput.ThroughputRow]:
+        spec = throughput.ThroughputSpec(
+            requests=tuple(options.requests),
+            prompt=session.default(options.prompt, 1024, 64),
+            output_tokens=session.default(options.output_tokens, 128, 16),
+            closed_loop=options.closed_loop,
+            repeats=options.repeats,
+            params=config_from_flags(SamplingParams, options),
+            mixed_depths=tuple(options.mixed_depths or ()),
+            seed=options.seed,
+        )
+        spec.check(session.model)
+        return session.measure(throughput, spec, session.configs)
+
+    _run_on_engines(options, throughput, measure)
+
+
+def run_kernels(options: argparse.Namespace) -> None:
+    report.check_output(options.output)
+    check_int("--seed", options.seed, minimum=0)
+    device = resolve_device(options.device)
+    name = default(device, options.synthetic, "ouro-1.4b", "ouro-tiny")
+    model = synthetic.synthetic_config(name)
+    spec = kernels.KernelsSpec(
+        model=model,
+        dtype=default(device, options.dtype, "bfloat16", "float32"),
+        rows=tuple(default(device, options.rows, [1, 8, 32, 128], [4])),
+        contexts=tuple(default(device, options.context, [1024, 8192], [64])),
+        prompts=default(device, options.prompts, 8, 2),
+        prompt_tokens=tuple(default(device, options.prompt, [1024], [64])),
+        layers=model.num_hidden_layers if options.layers is None else options.layers,
+        cache=config_from_flags(CacheConfig, options),
+        kernels=config_from_flags(ExecutionConfig, options).kernels,
+        seed=options.seed,
+    )
+    spec.check()
+    with report.progress() as say:
+        rows = list(kernels.run(spec, device, say))
+        rates = roofline.rates(device, options.roofline, say)
+    rows = [row.with_limit(rates) for row in rows]
+    title = f"kernels: {name}, {spec.dtype}, on {device.device_kind}"
+    report.print_table(title, kernels.COLUMNS, kernels.table(rows))
+    config = {"name": name, **report.plain(spec)}
+    _write(options, "kernels", rows, device, config=config, rates=report.plain(rates))
+
+
+def run_compare(options: argparse.Namespace) -> None:
+    report.check_output(options.output)
+    command, rows = compare.compare(options.before, options.after)
+    title = f"{command}: {options.after} / {options.before}"
+    report.print_table(title, compare.columns(rows), compare.table(rows))
+    _write(options, "compare", rows, None)
+
+
+def run_plot(options: argparse.Namespace) -> None:
+    plot.plot(options.files, options.output, options.labels, options.title)
+    print(f"wrote {options.output}")
+
+
+RUN = {
+    "roofline": run_roofline,
+    "decode": run_decode,
+    "prefill": run_prefill,
+    "kernels": run_kernels,
+    "throughput": run_throughput,
+    "compare": run_compare,
+    "plot": run_plot,
+}
+
+
+def _run_on_engines(
+    options: argparse.Namespace,
+    bench: ModuleType,
+    measure: Callable[[_Session], Iterable[Any]],
+) -> None:
+    """Loads the model and measures; computes limits last, as the arrays of the roofline would
+    count as peak memory; prints and writes."""
+    report.check_output(options.output)
+    check_int("--seed", options.seed, minimum=0)
+    configs = Configs(
+        cache=config_from_flags(CacheConfig, options),
+        scheduler=config_from_flags(SchedulerConfig, options),
+        exit=config_from_flags(ExitConfig, options),
+        execution=config_from_flags(ExecutionConfig, options),
+    )
+    names = ("synthetic", "model", "dtype", "device", "total_ut_steps", "seed")
+    rates = None
+    with report.progress() as say:
+        say("loading the model")
+        model = synthetic.load_model(**{name: getattr(options, name) for name in names})
+        session = _Session(model, configs, say)
+        rows = list(measure(session))
+        if "roofline" in options:
+            rates = roofline.rates(model.device, options.roofline, say)
+            rows = [row.with_limit(rates) for row in rows]
+    command = options.bench_command
+    title = f"{command}: {model.name}, {model.policy.dtype}, on {model.device.device_kind}"
+    report.print_table(title, bench.COLUMNS, bench.table(rows))
+    for startup in session.startups:
+        print(report.startup_line(startup))
+    sizes = {"name": model.name, **report.plain(model.config), **report.plain(model.policy)}
+    _write(
+        options,
+        command,
+        rows,
+        model.device,
+        config={"model": sizes, "engines": session.engines},
+        rates=report.plain(rates),
+        startup=tuple(session.startups),
+    )
+
+
+def _write(
+    options: argparse.Namespace,
+    command: str,
+    rows: Sequence[Any],
+    device: jax.Device | None,
+    **more: Any,
+) -> None:
+    if options.output is None:
+        return
+    rows = tuple(report.plain(row) for row in rows)
+    result = report.Report(command, tuple(options.arguments), rows, **more)
+    report.write(result.document(device), options.output)
+    print(f"wrote {options.output}")
