@@ -1,58 +1,96 @@
 """Interrupts, failing recovery: the engine on a fake device, at every point of the scheduler."""
 
+import inspect
 import itertools
 import sys
 
 import pytest
 
+from rlt_jax.engine.core import EngineCore
+from rlt_jax.engine.kv_accounting import KVAccounting
+from rlt_jax.engine.scheduler import Scheduler
 from rlt_jax.engine.types import DeviceLostError
 from rlt_jax.sampling_params import SamplingParams
-from tests.engine.fake_device import fake_engine, run
+from tests.engine.fake_device import FakeDevice, assert_empty, fake_engine, run
+
+# What a step runs, apart from the clean-up after a failure.
+STEP_FUNCTIONS = [
+    EngineCore._submit_ahead,
+    EngineCore._collect_oldest,
+    EngineCore._tell,
+    Scheduler.schedule,
+    Scheduler._choose_refill,
+    Scheduler._choose_no_refill,
+    Scheduler._choose_coda,
+    Scheduler._choose_loop,
+    Scheduler._only_whole_tokens,
+    Scheduler._samples_last,
+    Scheduler._admit,
+    Scheduler._take,
+    Scheduler._take_prompts,
+    Scheduler._decode_row,
+    Scheduler._progress,
+    Scheduler._decide,
+    Scheduler._slot_update,
+    Scheduler.update,
+    Scheduler._emit,
+    Scheduler._enqueue,
+    Scheduler._pop,
+    Scheduler._land,
+    Scheduler._finish,
+    Scheduler._release,
+    KVAccounting.allocate,
+    KVAccounting.release,
+]
+STEP_CODE = {function.__code__ for function in STEP_FUNCTIONS}
+CLEAN_UP = {"abort", "fail", "fail_running", "discard", "_start_empty"}
+QUESTIONS = {"__init__", "kv", "has_unfinished_requests", "block_tables", "stats", "add", "find"}
+
+interrupted_lines = set()  # (function, line) of all runs below
 
 
-def leaves_nothing(core):
-    stats = core.scheduler.stats()
-    assert stats["free_blocks"] == stats["total_blocks"]
-    assert stats["running"] == stats["waiting"] == 0
-    assert core.scheduler.block_tables() == {}
+def test_the_functions_of_the_scheduler_are_all_known():
+    functions = inspect.getmembers(Scheduler, inspect.isfunction)
+    known = {function.__name__ for function in STEP_FUNCTIONS}
+    assert {name for name, _ in functions} <= known | CLEAN_UP | QUESTIONS
 
 
-INTERRUPTED_FUNCTIONS = (
-    "schedule",
-    "_choose_refill",
-    "_choose_no_refill",
-    "_admit",
-    "_take",
-    "_row",
-    "_slot_update",
-    "_enqueue",
-    "update",
-    "_advance",
-    "_emit",
-    "_land",
-    "_withdraw",
-    "_finish",
-    "_release",
-    "allocate",
-    "release",
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "refill", "max_in_flight": 1},
+        {"mode": "refill", "max_in_flight": 2, "tokens_per_dispatch": 4},
+        {"mode": "no_refill", "max_in_flight": 2, "planes": 1},
+    ],
+    ids=str,
 )
-
-
-@pytest.mark.parametrize("mode", ["refill", "no_refill"])
-def test_an_interrupt_at_any_line_of_the_scheduler_leaves_a_working_engine(mode):
+def test_an_interrupt_at_any_line_of_the_scheduler_leaves_a_working_engine(options):
     """Raises KeyboardInterrupt at every line that the scheduler runs, one line a run."""
-    prompts = [[1], [2, 3], [4, 5, 6], [7]]
+    requests = {
+        "adaptive": ([1], SamplingParams(max_tokens=2, min_loops=1, exit_threshold=0.6)),
+        "stops": ([2], SamplingParams(max_tokens=8, stop_token_ids=(11,))),
+        "sampling": ([3] * 5, SamplingParams(max_tokens=2, temperature=0.5)),
+        "short": ([4, 5], SamplingParams(max_tokens=1)),
+    }
     for interrupted_at in itertools.count():
-        core, device = fake_engine(mode=mode, max_num_seqs=2, num_pages=4)
-        for i, prompt in enumerate(prompts):
-            core.add_request(str(i), prompt, SamplingParams(max_tokens=2, exit_threshold=0.6))
+        device = FakeDevice(token=lambda generation, index: 11 if index == 2 else 7)
+        core, device = fake_engine(
+            device,
+            prefill_chunk_size=4,
+            max_num_seqs=3,
+            num_pages=4,
+            **options,
+        )
+        for name, (prompt, params) in requests.items():
+            core.add_request(name, prompt, params)
         lines = iter(range(interrupted_at + 1))
 
         def trace(frame, event, argument, lines=lines):
-            if frame.f_code.co_name not in INTERRUPTED_FUNCTIONS:
+            if frame.f_code not in STEP_CODE:
                 return None
             if event == "line" and next(lines, None) is None:
                 sys.settrace(None)
+                interrupted_lines.add((frame.f_code, frame.f_lineno))
                 raise KeyboardInterrupt
             return trace
 
@@ -65,15 +103,28 @@ def test_an_interrupt_at_any_line_of_the_scheduler_leaves_a_working_engine(mode)
                 interrupts += 1
             finally:
                 sys.settrace(None)
-        assert set(outputs) == {"0", "1", "2", "3"}, interrupted_at
+        assert outputs.keys() == requests.keys(), interrupted_at
         assert all(output.finished for output in outputs.values())
         reasons = {output.finish_reason for output in outputs.values()}
-        assert reasons <= ({"length", "error"} if interrupts else {"length"})
-        leaves_nothing(core)
+        assert reasons <= ({"length", "stop", "error"} if interrupts else {"length", "stop"})
+        assert_empty(core)
         assert device.resets == interrupts
         if not interrupts:
-            assert interrupted_at > 100
+            assert device.most_in_flight == options["max_in_flight"]
             return
+
+
+def test_the_interrupts_above_came_at_every_line():
+    missed = {}
+    for function in (one for one in STEP_FUNCTIONS if one.__module__ == Scheduler.__module__):
+        source, first = inspect.getsourcelines(function)
+        for _, _, line in function.__code__.co_lines():
+            if line is None or line == first or (function.__code__, line) in interrupted_lines:
+                continue
+            missed.setdefault(function.__name__, []).append(source[line - first].strip())
+    assert missed.keys() <= {"update", "_finish"}
+    assert all(line.startswith("raise") for line in missed["update"])
+    assert set(missed["_finish"]) == {"self._waiting.remove(request)"}  # only abort() comes there
 
 
 def test_a_reset_that_fails_is_tried_again_and_no_output_is_lost():
@@ -94,7 +145,7 @@ def test_a_reset_that_fails_is_tried_again_and_no_output_is_lost():
         "b": "abort",
         "c": "length",
     }
-    leaves_nothing(core)
+    assert_empty(core)
 
 
 def test_unfinished_requests_that_cannot_run_are_an_error_not_a_silent_loop():
