@@ -12,6 +12,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return weight * (x32 * scale).astype(x.dtype)
 
 
-def residual_norm(hidden_td, branch_td, after_d, before_d, eps):
-    hidden_td = hidden_td + rms_norm(branch_td, after_d, eps)
-    return hidden_td, rms_norm(hidden_td, before_d, eps)
+def residual_norm(hidden_td, branch_td, after, before, eps):
+    (after_nd, after_row), (before_nd, before_row) = after, before
+    hidden_td = hidden_td + rms_norm(branch_td, after_nd[after_row], eps)
+    return hidden_td, rms_norm(hidden_td, before_nd[before_row], eps)

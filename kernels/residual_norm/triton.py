@@ -10,8 +10,9 @@ from jax.experimental import pallas as pl
 from rlt_jax.kernels.compat import WHOLE, load, store, triton_call
 
 
-def residual_norm(hidden_td, branch_td, after_d, before_d, eps, interpret):
-    dtypes = {a.dtype for a in (hidden_td, branch_td, after_d, before_d)}
+def residual_norm(hidden_td, branch_td, after, before, eps, interpret):
+    (after_nd, after_row), (before_nd, before_row) = after, before
+    dtypes = {a.dtype for a in (hidden_td, branch_td, after_nd, before_nd)}
     if len(dtypes) > 1:
         raise ValueError(f"residual_norm wants rows and weights of one dtype, not {dtypes}")
     rows, width = hidden_td.shape
@@ -19,7 +20,7 @@ def residual_norm(hidden_td, branch_td, after_d, before_d, eps, interpret):
         return hidden_td, hidden_td
     out = jax.ShapeDtypeStruct((rows, width), hidden_td.dtype)
     return triton_call(
-        functools.partial(_seam, width=width, eps=eps),
+        functools.partial(_seam, width=width, eps=eps, after_row=after_row, before_row=before_row),
         grid=(rows,),
         out_shape=(out, out),
         in_specs=[WHOLE] * 4,
@@ -28,10 +29,22 @@ def residual_norm(hidden_td, branch_td, after_d, before_d, eps, interpret):
         num_stages=1,
         interpret=interpret,
         name="residual_norm",
-    )(hidden_td, branch_td, after_d, before_d)
+    )(hidden_td, branch_td, after_nd, before_nd)
 
 
-def _seam(hidden_ref, branch_ref, after_ref, before_ref, sum_ref, normed_ref, *, width, eps):
+def _seam(
+    hidden_ref,
+    branch_ref,
+    after_ref,
+    before_ref,
+    sum_ref,
+    normed_ref,
+    *,
+    width,
+    eps,
+    after_row,
+    before_row,
+):
     row = pl.program_id(0)
     at_d = jnp.arange(pl.next_power_of_2(width))
     inside_d = at_d < width
@@ -41,14 +54,16 @@ def _seam(hidden_ref, branch_ref, after_ref, before_ref, sum_ref, normed_ref, *,
     def load_d(ref, *index):
         return load(ref.at[(*index, at_d)], mask=inside_d, other=0).astype(jnp.float32)
 
-    def norm(x_d, weight_ref):
+    def norm(x_d, weight_ref, weight_row):
         scale = lax.rsqrt(jnp.sum(x_d * x_d) / width + eps)
-        return rounded(load_d(weight_ref) * rounded(x_d * scale))
+        return rounded(load_d(weight_ref, weight_row) * rounded(x_d * scale))
 
     # Padding is zero in x, so it adds nothing to the sum of squares.
-    sum_d = rounded(load_d(hidden_ref, row) + norm(load_d(branch_ref, row), after_ref))
+    sum_d = rounded(load_d(hidden_ref, row) + norm(load_d(branch_ref, row), after_ref, after_row))
     store(sum_ref.at[row, at_d], sum_d.astype(dtype), mask=inside_d)
-    store(normed_ref.at[row, at_d], norm(sum_d, before_ref).astype(dtype), mask=inside_d)
+    store(
+        normed_ref.at[row, at_d], norm(sum_d, before_ref, before_row).astype(dtype), mask=inside_d
+    )
 
 
 def _rounded(x, dtype):

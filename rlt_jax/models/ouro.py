@@ -191,7 +191,7 @@ def _layer(
     policy: DTypePolicy,
     kernels: Kernels,
     params: OuroLayerParams,
-    next_norm_d: jax.Array,
+    next_norms_nd: jax.Array,
     layer: jax.Array,
     hidden_td: jax.Array,
     normed_td: jax.Array,
@@ -201,16 +201,21 @@ def _layer(
     """One sandwich-normed layer. An inner jit, so that all layers share one trace.
 
     normed_td: hidden_td after this layer's first norm. Returns (hidden, hidden after the norm
-    `next_norm_d` of what follows, K/V).
+    next_norms_nd[0] of what follows, K/V).
     """
     attended_td, kv = _attention(config, policy, kernels, params, layer, normed_td, kv, rows)
     hidden_td, normed_td = residual_norm(
-        hidden_td, attended_td, params.norms[1], params.norms[2], config.rms_norm_eps, kernels
+        hidden_td,
+        attended_td,
+        (params.norms, 1),
+        (params.norms, 2),
+        config.rms_norm_eps,
+        kernels,
     )
     gate, up = jnp.split(linear(normed_td, params.w_gate_up, policy), 2, axis=-1)
     mlp_td = linear(jax.nn.silu(gate) * up, params.w_down, policy)
     hidden_td, normed_td = residual_norm(
-        hidden_td, mlp_td, params.norms[3], next_norm_d, config.rms_norm_eps, kernels
+        hidden_td, mlp_td, (params.norms, 3), (next_norms_nd, 0), config.rms_norm_eps, kernels
     )
     return hidden_td, normed_td, kv
 
@@ -246,14 +251,14 @@ def recurrent(
     angles = rotary_angles(batch.row_positions, config.head_dim, config.rope_theta, hidden_td.dtype)
     rows = _Rows(batch, batch.places(kv), *angles)
     normed_td = rms_norm(hidden_td, params.layers[0].norms[0], config.rms_norm_eps)
-    followers = [layer.norms[0] for layer in params.layers[1:]] + [params.norm]
-    for layer, (layer_params, next_norm_d) in enumerate(zip(params.layers, followers, strict=True)):
+    next_norms = [layer.norms for layer in params.layers[1:]] + [params.norm[None]]
+    for layer, (layer_params, next_norms_nd) in enumerate(zip(params.layers, next_norms)):
         hidden_td, normed_td, kv = _layer(
             config,
             policy,
             kernels,
             layer_params,
-            next_norm_d,
+            next_norms_nd,
             jnp.int32(layer),
             hidden_td,
             normed_td,
