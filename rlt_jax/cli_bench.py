@@ -119,7 +119,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _add_roofline(parser: Parser) -> None:
     group = parser.add_argument_group("measurement")
-    _integer(group, "--read-bytes", "bytes to sum and to copy (default: 4 GiB, on a CPU 256 MiB)")
+    _integer(group, "--read-bytes", "bytes to sum and to copy (default: 3 GiB, on a CPU 256 MiB)")
     _integer(group, "--matmul", "rows and columns of the product (default: 8192, on a CPU 1024)")
     group.add_argument("--device", help="where to run: cpu, gpu, gpu:1, ... (default: JAX's)")
     _add_output(parser)

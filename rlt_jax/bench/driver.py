@@ -24,6 +24,8 @@ from rlt_jax.models.ouro import OuroConfig
 from rlt_jax.outputs import RequestOutput
 from rlt_jax.sampling_params import SamplingParams
 
+_TEMPORARY_BYTES = 2 * 2**30  # more than programs take beside weights and K/V
+
 _CACHE_EVENTS = {
     "/jax/compilation_cache/cache_hits": "hits",
     "/jax/compilation_cache/cache_misses": "misses",
@@ -49,7 +51,7 @@ class Configs:
             config, itemsize = model.config, np.dtype(model.policy.kv_dtype).itemsize
             blocks = kv_blocks(config, cache.layout, cache.block_size, requests, positions)
             needed = blocks * cache.block_size * config.kv_bytes_per_position(itemsize)
-            if needed <= 0.8 * free_bytes(model.device):
+            if needed <= pool_room(model.device, cache):
                 cache = dataclasses.replace(cache, num_blocks=blocks)
         return dataclasses.replace(self, cache=cache, scheduler=scheduler)
 
@@ -133,6 +135,7 @@ class BenchEngine:
         return {
             **self.configs.as_dict(self.model.device.platform),
             "memory_plan": plain(self.parts.memory_plan),
+            "kernels": plain(self.parts.programs.spec.kernels),
         }
 
     def describe_startup(self) -> dict[str, Any]:
@@ -230,15 +233,16 @@ def draw_depths(
     return {str(i): tuple(row) for i, row in enumerate(drawn.tolist())}
 
 
-def free_bytes(device: jax.Device) -> int:
-    """What a KV pool may take: of the device's memory, or of the host's on a CPU."""
+def pool_room(device: jax.Device, cache: CacheConfig) -> float:
+    """Bytes that a KV pool may take without asking the memory plan; of the host's on a CPU."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        return cache.gpu_memory_utilization * free - cache.memory_reserve_bytes - _TEMPORARY_BYTES
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):  # not every system tells
-        return 2**33
+        return 2**32
 
 
 def peak_bytes(device: jax.Device) -> int:

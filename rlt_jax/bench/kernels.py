@@ -142,7 +142,7 @@ class _Bench:
     def paged_decode(self, rows: int, context: int) -> KernelRow:
         kv, tables = self._pool(rows, context)
         h, x = self.model.num_attention_heads, self.model.head_dim
-        batches = self._row_batches(tables, context)
+        batches = self._row_batches(kv, tables, context)
 
         def step(kv, q_rhx, layer, batch):
             out = paged_decode(q_rhx, kv, layer, batch, self.kernels, self.policy.precision)
@@ -158,7 +158,7 @@ class _Bench:
     def write_and_decode(self, rows: int, context: int) -> KernelRow:
         kv, tables = self._pool(rows, context)
         h, x, c = self.model.num_attention_heads, self.model.head_dim, self._heads
-        batches = self._row_batches(tables, context)
+        batches = self._row_batches(kv, tables, context)
         cos, sin = self._random(rows, x // 2), self._random(rows, x // 2)
 
         def step(kv, qkv_rcx, layer, batch):
@@ -177,7 +177,7 @@ class _Bench:
     def paged_prefill(self, prompt: int) -> KernelRow:
         kv, tables = self._pool(self.spec.prompts, prompt)
         h, x = self.model.num_attention_heads, self.model.head_dim
-        batches = self._tile_batches(tables, prompt)
+        batches = self._tile_batches(kv, tables, prompt)
         tokens = self.spec.prompts * prompt
 
         def step(kv, q_thx, layer, batch):
@@ -195,7 +195,7 @@ class _Bench:
         kv, tables = self._pool(self.spec.prompts, prompt)
         h, x, c = self.model.num_attention_heads, self.model.head_dim, self._heads
         tokens = self.spec.prompts * prompt
-        places = [batch.places(kv) for batch in self._tile_batches(tables, prompt)]
+        places = [batch.places(kv) for batch in self._tile_batches(kv, tables, prompt)]
         cos, sin = self._random(tokens, x // 2), self._random(tokens, x // 2)
 
         def step(kv, qkv_tcx, layer, places):
@@ -211,7 +211,7 @@ class _Bench:
         """All layers in one call; tokens that exit at half the depth."""
         kv, tables = self._pool(rows, 1, all_layers=True)
         exit_depth = max(1, self.spec.planes // 2)
-        batch = self._row_batches(tables, 1)[exit_depth - 1]
+        batch = self._row_batches(kv, tables, 1)[exit_depth - 1]
 
         def step(kv, carry, layer, batch):
             kv = finalize_kv(
@@ -227,11 +227,11 @@ class _Bench:
 
     def residual_norm(self, rows: int) -> KernelRow:
         d = self.model.hidden_size
-        after, before = 1 + 0.1 * self._random(d), 1 + 0.1 * self._random(d)
+        norms = 1 + 0.1 * self._random(4, d)
         eps = self.model.rms_norm_eps
 
         def step(kv, carry, layer, batch):
-            return kv, residual_norm(*carry, after, before, eps, self.kernels), ()
+            return kv, residual_norm(*carry, (norms, 1), (norms, 2), eps, self.kernels), ()
 
         carry = (self._random(rows, d), self._random(rows, d))
         seconds = self._time(step, None, carry, [None])
@@ -286,19 +286,29 @@ class _Bench:
     def _pool(
         self, requests: int, positions: int, all_layers: bool = False
     ) -> tuple[PagedKV, np.ndarray]:
-        """Random K/V of every plane, and block tables that scatter the requests' pages over it."""
-        page = self.spec.cache.block_size
+        """Random K/V of every plane (of one, where all would take too much), and block tables
+        that scatter the requests' pages over it."""
+        page, planes = self.spec.cache.block_size, self.spec.planes
         pages = -(-positions // page)
-        physical = requests * pages * self.spec.planes
-        fitting = self.pool_bytes // (physical * page * self.position_bytes)
+        plane_bytes = requests * pages * page * self.position_bytes  # of one layer
         layers = self.model.num_hidden_layers
-        layers = layers if all_layers else max(1, min(layers, self.spec.layers, fitting))
-        shape = (layers, physical, 2, self.model.num_key_value_heads, page, self.model.head_dim)
+        if not all_layers:
+            planes = planes if planes * plane_bytes <= self.pool_bytes else 1
+            fitting = self.pool_bytes // (planes * plane_bytes)
+            layers = max(1, min(layers, self.spec.layers, fitting))
+        shape = (
+            layers,
+            requests * pages * planes,
+            2,
+            self.model.num_key_value_heads,
+            page,
+            self.model.head_dim,
+        )
         pool = random_array(next(self._keys), shape, self.policy.kv_dtype)
         order = np.random.default_rng(self.spec.seed).permutation(requests * pages)
-        return PagedKV(pool, self.spec.planes), order.reshape(requests, pages).astype(np.int32)
+        return PagedKV(pool, planes), order.reshape(requests, pages).astype(np.int32)
 
-    def _row_batches(self, tables: np.ndarray, context: int) -> list[RowBatch]:
+    def _row_batches(self, kv: PagedKV, tables: np.ndarray, context: int) -> list[RowBatch]:
         """The same rows at every depth."""
         rows = len(tables)
         return [
@@ -308,10 +318,10 @@ class _Bench:
                 depths_r=jnp.full(rows, depth, jnp.int32),
                 valid_r=jnp.ones(rows, bool),
             )
-            for depth in range(1, self.spec.planes + 1)
+            for depth in range(1, kv.planes + 1)
         ]
 
-    def _tile_batches(self, tables: np.ndarray, prompt: int) -> list[TileBatch]:
+    def _tile_batches(self, kv: PagedKV, tables: np.ndarray, prompt: int) -> list[TileBatch]:
         """Whole prompts, at every depth."""
         rows = self.kernels.tile_rows
         starts = np.arange(0, prompt, rows, dtype=np.int32)
@@ -325,7 +335,7 @@ class _Bench:
                 num_rows=len(tables) * prompt,
                 tile_rows=rows,
             )
-            for depth in range(1, self.spec.planes + 1)
+            for depth in range(1, kv.planes + 1)
         ]
 
 

@@ -26,7 +26,7 @@ class RooflineSize:
     def on(cls, platform: str, quick: bool = False) -> "RooflineSize":
         if platform == "cpu":
             return cls(2**26 if quick else 2**28, 512 if quick else 1024, "float32", 2, 3)
-        return cls(2**31 if quick else 2**32, 8192, "bfloat16", 10 if quick else 20, 3)
+        return cls(2**31 if quick else 3 * 2**30, 8192, "bfloat16", 10 if quick else 20, 3)
 
 
 @dataclasses.dataclass(frozen=True)
