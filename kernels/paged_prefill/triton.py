@@ -27,12 +27,14 @@ _exp2 = jnp.exp2
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
     """key_block: keys a step; a power of two, as the page size must be. split: the blocks before
-    a tile's first row are walked without masks, in a loop of their own."""
+    a tile's first row are walked without masks, in a loop of their own. Which of its blocks those
+    are shows where a row lies in its tile: a row's bits are its own only if the compiler makes the
+    same arithmetic of both loops."""
 
     key_block: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    split: bool = True
+    split: bool = False
 
     @classmethod
     def of(cls, dtype, head_dim: int) -> "PrefillConfig":

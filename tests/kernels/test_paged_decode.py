@@ -1,0 +1,268 @@
+"""Paged decode attention, alone and fused with the write, against a dense one."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlt_jax.kernels.paged_kv import PagedKV
+from tests.kernels.support import (
+    IMPLEMENTATIONS,
+    LAYERS,
+    LENGTHS,
+    Requests,
+    Shape,
+    angles,
+    bits,
+    block_tables,
+    decode,
+    error,
+    fused_decode,
+    make_requests,
+    nan_pool,
+    no_rotation,
+    one_row,
+    places_of,
+    plane_index,
+    random_pool,
+    relative,
+    rows_of,
+    write,
+)
+
+SHAPES = [
+    Shape(),
+    Shape(heads=4, page_size=4, planes=1, head_dim=16),
+    Shape(heads=4, kv_heads=1, head_dim=16, page_size=4),
+    Shape(heads=6, kv_heads=2),
+    Shape(page_size=1),
+    Shape(page_size=48, heads=4),  # no divisor of the chunk
+]
+TRITON_SHAPES = [
+    SHAPES[0],
+    SHAPES[1],
+    Shape(heads=4, kv_heads=1, head_dim=24, page_size=64),  # a group for the tensor cores
+]
+CASES = [("reference", s) for s in SHAPES] + [("triton", s) for s in TRITON_SHAPES]
+# The dearest checks: one shape with equal heads, one with groups.
+FEW = [("reference", SHAPES[1]), ("reference", SHAPES[3]), ("triton", TRITON_SHAPES[0])]
+
+each_case = pytest.mark.parametrize("name, shape", CASES, ids=str)
+few_cases = pytest.mark.parametrize("name, shape", FEW, ids=str)
+each_kind = pytest.mark.parametrize("name", IMPLEMENTATIONS)
+
+
+def queries(shape: Shape, seed: int = 7) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((shape.requests, shape.heads, shape.head_dim))
+    return q.astype(np.float32)
+
+
+def run(name: str, q_rhx, requests: Requests, batch=None, layer: int = 1) -> np.ndarray:
+    batch = rows_of(requests) if batch is None else batch
+    out = decode(q_rhx, requests.kv, jnp.int32(layer), batch, kernels=IMPLEMENTATIONS[name])
+    return np.asarray(out)
+
+
+def expected(q_rhx, requests: Requests) -> np.ndarray:
+    rows = enumerate(requests.lengths)
+    return np.stack([requests.attention(n, length - 1, q_rhx[n]) for n, length in rows])
+
+
+@each_case
+def test_decode_equals_a_dense_attention(name, shape):
+    """Mixed depths, scattered pages, contexts around the chunks' ends, NaN all around."""
+    requests, q = make_requests(shape, LENGTHS), queries(shape)
+    out = run(name, q, requests)
+    assert out.shape == q.shape and out.dtype == np.float32
+    assert error(out, expected(q, requests)) <= 1e-5
+
+
+@each_kind
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_decode_reads_the_layer_it_is_told(name, layer):
+    requests, q = make_requests(Shape(), LENGTHS, seed=layer, layer=layer), queries(Shape())
+    assert error(run(name, q, requests, layer=layer), expected(q, requests)) <= 1e-5
+    assert np.isnan(run(name, q, requests, layer=1 - layer)).any()
+
+
+@each_kind
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 30.0, 1e4])
+def test_scores_of_any_size_give_a_softmax(name, scale):
+    """From an even average to one key taking all; exp never overflows."""
+    requests = make_requests(Shape(), LENGTHS, seed=3)
+    q = (queries(Shape()) * scale).astype(np.float32)
+    # An f32 score of s is off by some ulps of s, and a weight by a factor of their exponential.
+    largest = max(requests.largest_score(n, q[n]) for n in range(len(LENGTHS)))
+    bound = max(1e-5, 2 * largest * 2.0**-23)
+    assert error(run(name, q, requests), expected(q, requests)) <= bound
+
+
+@each_kind
+@pytest.mark.parametrize("planes", [1, 4])
+def test_decode_in_bfloat16_rounds_only_what_it_returns(name, planes):
+    """bf16 K, V and q are exact in f32: with f32 sums only the result is rounded."""
+    shape = Shape(planes=planes, heads=4)
+    requests, q = make_requests(shape, LENGTHS, seed=5), queries(shape).astype(jnp.bfloat16)
+    requests.to_bfloat16()
+    out, exact = run(name, q, requests), expected(q, requests)
+    assert out.dtype == jnp.bfloat16
+    assert (np.abs(out.astype(np.float64) - exact) <= 2.0**-8 * np.abs(exact) + 2e-6).all()
+
+
+@each_kind
+def test_decode_in_bfloat16_with_large_groups(name):
+    """Products of the tensor cores take bf16 weights."""
+    shape = TRITON_SHAPES[2]
+    requests, q = make_requests(shape, LENGTHS, seed=5), queries(shape).astype(jnp.bfloat16)
+    requests.to_bfloat16()
+    assert relative(run(name, q, requests), expected(q, requests)) <= 5e-3
+
+
+@few_cases
+@pytest.mark.parametrize("position, depth", [(0, 0), (77, 3), (2**30, 9)])
+def test_inactive_rows_give_zeros_and_read_nothing(name, shape, position, depth):
+    requests = make_requests(shape, LENGTHS)
+    requests.pool = nan_pool(shape)
+    batch = rows_of(requests, valid=np.zeros(len(LENGTHS), bool)).replace(
+        positions_r=np.full(len(LENGTHS), position, np.int32),
+        depths_r=np.full(len(LENGTHS), depth, np.int32),
+    )
+    assert not bits(run(name, queries(shape), requests, batch)).any()
+
+
+@few_cases
+def test_inactive_rows_beside_active_ones_give_zeros_and_change_nothing(name, shape):
+    requests, q = make_requests(shape, LENGTHS), queries(shape)
+    whole = run(name, q, requests)
+    off = np.arange(len(LENGTHS)) % 2 == 0
+    for n in np.flatnonzero(off):
+        requests.poison(n)
+    out = run(name, q, requests, rows_of(requests, valid=~off))
+    assert not bits(out[off]).any()
+    assert np.array_equal(bits(out[~off]), bits(whole[~off]))
+
+
+NEIGHBOURS = st.lists(
+    st.tuples(st.integers(0, max(LENGTHS)), st.integers(1, 4)),
+    min_size=len(LENGTHS) - 1,
+    max_size=len(LENGTHS) - 1,
+)
+
+
+@few_cases
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(neighbours=NEIGHBOURS, length=st.sampled_from([5, 127, 128, 130, 260]))
+def test_a_row_is_bitwise_the_same_in_any_company(name, shape, neighbours, length):
+    """Longer, shorter or inactive neighbours; and whichever row of the batch it is."""
+    n = len(LENGTHS)
+    mine, q = make_requests(shape, [length] * n, seed=1, depths=[2] * n), queries(shape)
+    alone = bits(run(name, q, mine, rows_of(mine, valid=np.arange(n) == 0))[0])
+    assert alone.any()
+    for at in (0, 5):
+        lengths, depths = (list(x) for x in zip(*neighbours))
+        lengths.insert(at, length)
+        depths.insert(at, 2)
+        crowd = make_requests(shape, np.maximum(lengths, 1), seed=2, depths=depths)
+        crowd.take(at, mine, 0)
+        crowd_q = queries(shape, seed=8)
+        crowd_q[at] = q[0]
+        out = run(name, crowd_q, crowd, rows_of(crowd, valid=np.array(lengths) > 0))
+        assert np.array_equal(bits(out[at]), alone)
+
+
+# --- fused with the write ------------------------------------------------------------------------
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("shape", [Shape(), TRITON_SHAPES[2]], ids=str)
+def test_the_fused_kernel_is_rotation_write_and_decode(name, dtype, shape):
+    """As the reference does them one by one; the pool holds NaN where the row's own K/V go."""
+    rng = np.random.default_rng(9)
+    n = len(LENGTHS)
+    requests = make_requests(shape, LENGTHS, seed=4)
+    own = [
+        (requests.tables[i, (t - 1) // shape.page_size], (t - 1) % shape.page_size)
+        for i, t in enumerate(LENGTHS)
+    ]
+    for i, (page, offset) in enumerate(own):
+        requests.pool[1, plane_index(shape, page, requests.depths[i]), :, :, offset] = np.nan
+    requests.pool = requests.pool.astype(dtype)
+    channels = shape.heads + 2 * shape.kv_heads
+    qkv = rng.standard_normal((n, channels, shape.head_dim)).astype(dtype)
+    turn = angles(n, shape.head_dim, dtype, rng)
+    valid = np.arange(n) != 3
+    batch, layer = rows_of(requests, valid), jnp.int32(1)
+
+    out, kv = fused_decode(qkv, *turn, requests.kv, layer, batch, kernels=IMPLEMENTATIONS[name])
+    places = places_of(batch, requests.kv)
+    q, kv_expected = write(qkv, *turn, requests.kv, layer, places)
+    exact = np.asarray(decode(q, kv_expected, layer, batch))
+
+    tolerance = 1e-5 if dtype == np.float32 else 1e-2
+    assert out.dtype == dtype and kv.pool.dtype == dtype and kv.planes == shape.planes
+    assert relative(out, exact) <= tolerance
+    assert not bits(np.asarray(out)[3]).any()
+    written = np.zeros(shape.pool_shape, bool)
+    for i, (page, offset) in enumerate(own):
+        if valid[i]:
+            written[1, plane_index(shape, page, requests.depths[i]), :, :, offset] = True
+    assert np.array_equal(bits(kv.pool)[~written], bits(requests.pool)[~written])
+    got, wanted = (np.asarray(x.pool)[written] for x in (kv, kv_expected))
+    assert error(got, wanted) <= (1e-6 if dtype == np.float32 else 1e-2)
+    v_expected = qkv[valid][:, shape.heads + shape.kv_heads :]
+    v = [
+        np.asarray(kv.pool)[1, plane_index(shape, page, requests.depths[i]), 1, :, offset]
+        for i, (page, offset) in enumerate(own)
+        if valid[i]
+    ]
+    assert np.array_equal(bits(np.stack(v)), bits(v_expected))
+
+
+@each_kind
+def test_the_fused_kernel_writes_nothing_for_inactive_rows(name):
+    shape, rng = Shape(requests=4, tokens=41), np.random.default_rng(0)
+    pool = random_pool(shape, rng)
+    tables = block_tables(shape, rng)
+    qkv = rng.standard_normal((4, 6, shape.head_dim)).astype(np.float32)
+    requests = Requests(
+        shape,
+        np.array([1, 4, 10**6, 9]),
+        np.array([1, 0, 9, 4], np.int32),
+        pool,
+        tables,
+        tables,
+        [],
+        [],
+    )
+    turn = no_rotation(4, shape.head_dim, np.float32)
+    batch = rows_of(requests, valid=np.zeros(4, bool))
+    kernels = IMPLEMENTATIONS[name]
+    out, kv = fused_decode(qkv, *turn, requests.kv, jnp.int32(0), batch, kernels=kernels)
+    assert not bits(out).any()
+    assert np.array_equal(bits(kv.pool), bits(pool))
+
+
+# --- by hand -------------------------------------------------------------------------------------
+
+
+@each_kind
+@pytest.mark.parametrize(
+    "planes, wanted",
+    [
+        (2, 20.0),  # LAST_EXITED: A as of loop 1: equal keys, (10 + 30) / 2
+        (1, 22.6894),  # SHARED: A's last version: (e^2 * 20 + e * 30) / (e^2 + e)
+    ],
+)
+def test_two_tokens_two_loops_by_hand(name, planes, wanted):
+    """A = (K 1, V 10) at loop 1 and (K 2, V 20) at loop 2; B = (Q 1, K 1, V 30) at its loop 1."""
+    kernels = IMPLEMENTATIONS[name]
+    kv = PagedKV(jnp.full((1, 2 * planes, 2, 1, 2, 2), jnp.nan), planes)
+    table, layer, turn = np.array([[1]], np.int32), jnp.int32(0), no_rotation(1, 2, np.float32)
+    for position, depth, key, value in [(0, 1, 1, 10), (0, 2, 2, 20), (1, 1, 1, 30)]:
+        qkv = np.array([[[2**0.5, 0], [key, 0], [value, 0]]], np.float32)
+        batch = one_row(table, position, depth)
+        out, kv = fused_decode(qkv, *turn, kv, layer, batch, kernels=kernels)
+    assert np.asarray(out).ravel() == pytest.approx([wanted, 0], abs=1e-4)
