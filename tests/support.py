@@ -11,7 +11,7 @@ import numpy as np
 from rlt_jax.assembly import Assembly, assemble
 from rlt_jax.checkpoints_convert.fuse import fuse_ends, fuse_layer
 from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
-from rlt_jax.engine.types import SchedulerOutput
+from rlt_jax.engine.types import RunnerOutput, SchedulerOutput
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
 from rlt_jax.outputs import RequestOutput
 from rlt_jax.sampling_params import SamplingParams
@@ -72,7 +72,7 @@ SHAPES = {
     "roomy": EngineShape("last_exited", 4, 256, 4, 24),
     # Fewer blocks than 4 requests want: they wait for each other. One bucket for all batches.
     "tight": EngineShape("last_exited", 8, 52, 4, 24, min_row_bucket=4, min_prefill_bucket=32),
-    "shared": EngineShape("shared", 4, 64, 4, 24),
+    "shared": EngineShape("shared", 4, 64, 4, 24, min_row_bucket=2),
 }
 
 
@@ -81,6 +81,8 @@ def build_engine(
     *,
     exit_config: ExitConfig | None = None,
     eos_token_ids: tuple[int, ...] = (),
+    max_in_flight: int = 2,
+    tokens_per_dispatch: int = 1,
     **scheduling,
 ) -> Assembly:
     """An engine of one of the shapes; `scheduling` are further SchedulerConfig fields."""
@@ -102,21 +104,43 @@ def build_engine(
         ),
         exit_config=exit_config,
         execution_config=ExecutionConfig(
-            min_row_bucket=shape.min_row_bucket, min_prefill_bucket=shape.min_prefill_bucket
+            min_row_bucket=shape.min_row_bucket,
+            min_prefill_bucket=shape.min_prefill_bucket,
+            max_in_flight=max_in_flight,
+            tokens_per_dispatch=tokens_per_dispatch,
         ),
     )
 
 
-def watch(engine: Assembly) -> list[SchedulerOutput]:
-    """The batches that the engine submits from now on."""
-    batches, submit = [], engine.runner.submit
+@dataclasses.dataclass
+class Watched:
+    """What an engine's runner was given and gave back; batches that were not dispatched count."""
 
-    def watched(batch):
-        batches.append(batch)
+    batches: list[SchedulerOutput] = dataclasses.field(default_factory=list)
+    results: list[RunnerOutput] = dataclasses.field(default_factory=list)
+    most_in_flight: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.batches) - len(self.results)
+
+
+def watch(engine: Assembly) -> Watched:
+    """The batches and results of the engine from now on."""
+    watched, runner = Watched(), engine.runner
+    submit, collect = runner.submit, runner.collect
+
+    def watched_submit(batch):
+        watched.batches.append(batch)
+        watched.most_in_flight = max(watched.most_in_flight, watched.in_flight)
         return submit(batch)
 
-    engine.runner.submit = watched
-    return batches
+    def watched_collect(ticket):
+        watched.results.append(collect(ticket))
+        return watched.results[-1]
+
+    runner.submit, runner.collect = watched_submit, watched_collect
+    return watched
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -76,12 +77,17 @@ def abstract_state(config: OuroConfig, policy: DTypePolicy, shape: StateShape) -
 
 def init_state(abstract: DeviceState, sharding: jax.sharding.Sharding) -> DeviceState:
     """An all-zero state, allocated directly under `sharding`."""
+    return _zeros(abstract, sharding)()
 
-    @functools.partial(jax.jit, out_shardings=sharding)
+
+@functools.lru_cache(maxsize=32)
+def _zeros(abstract: DeviceState, sharding: jax.sharding.Sharding) -> Callable[[], DeviceState]:
+    """Compiled once for each shape: a reset, or another engine, need not."""
+
     def zeros():
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
 
-    return zeros()
+    return jax.jit(zeros, out_shardings=sharding)
 
 
 def tree_bytes(tree) -> int:

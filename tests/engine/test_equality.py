@@ -1,6 +1,7 @@
 """Invariant 1: tokens and depths are the same however a request was batched."""
 
 import dataclasses
+import functools
 from collections import Counter
 
 import pytest
@@ -9,9 +10,19 @@ from hypothesis import strategies as st
 
 from rlt_jax.config import ExitConfig
 from rlt_jax.engine.types import Stage
+from rlt_jax.outputs import RequestOutput
 from rlt_jax.sampling_params import SamplingParams
 from tests.oracle import Comparison
-from tests.support import SHAPES, VOCAB, Work, build_engine, drive, random_work, watch
+from tests.support import (
+    SHAPES,
+    VOCAB,
+    Watched,
+    Work,
+    build_engine,
+    drive,
+    random_work,
+    watch,
+)
 
 FEW = settings(
     max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
@@ -27,21 +38,34 @@ MODES = [
 ]
 
 
-def features(batches) -> Counter:
+# (max_in_flight, tokens_per_dispatch)
+EXECUTIONS = [(1, 1), (1, 4), (2, 1), (2, 4)]
+
+EOS = (5,)
+
+
+def features(watched: Watched, eos: tuple[int, ...] = ()) -> Counter:
     """What happened in a run: that much each comparison has compared."""
     seen = Counter()
     chunks = Counter()
-    for batch in batches:
-        depths = {row.depth for row in batch.rows}
-        seen["mixed depths"] += batch.stage is Stage.RECURRENT and len(depths) > 1
-        seen["crowds"] += batch.stage is Stage.RECURRENT and len(batch.rows) > 1
-        seen["coda of 3"] += batch.stage is Stage.CODA and len(batch.rows) >= 3
+    for batch in watched.batches:
+        depths = {row.depth for row in batch.rows if row.depth}
+        seen[batch.stage] += 1
+        seen["mixed depths"] += batch.stage is not Stage.PREFILL and len(depths) > 1
+        seen["boundary of mixed depths"] += batch.stage is Stage.BOUNDARY and len(depths) > 1
+        seen["crowds"] += batch.stage is not Stage.PREFILL and len(batch.rows) > 1
+        seen["codas of 3"] += sum(row.exit_depth > 0 for row in batch.rows) >= 3
         seen["greedy and sampling"] += batch.samples
         seen["gates"] += batch.reads_gate
+        seen["several tokens"] += batch.num_tokens > 1
         if batch.stage is Stage.PREFILL:
             chunks.update(row.generation for row in batch.rows)
             seen["several prompts"] += len(batch.rows) > 1
+    for result in watched.results:
+        for row in result.rows:
+            seen["tokens after a stop id"] += any(token in eos for token in row.tokens[:-1])
     seen["chunked prompts"] = sum(count > 1 for count in chunks.values())
+    seen["two in flight"] = watched.most_in_flight > 1
     return seen
 
 
@@ -49,24 +73,90 @@ def essence(outputs):
     return {key: (o.token_ids, o.exit_depths, o.finish_reason) for key, o in outputs.items()}
 
 
-@pytest.mark.torch
+# Arriving one after the other, at all depths; then, when they have ended, all at full depth.
+CROWD = [
+    dataclasses.replace(one, arrival=3 * i)
+    for i, one in enumerate(
+        random_work(numbers=1, count=14, logprobs=0)
+        + random_work(numbers=7, count=2, logprobs=0, temperature=0.9, seed=5)
+    )
+]
+FULL_DEPTH = [
+    Work((3 * i + 1, 50 - i, 7), SamplingParams(max_tokens=20, logprobs=0, stop_token_ids=(7, 2)))
+    for i in range(4)
+] + [Work((1, 2), SamplingParams(max_tokens=4, logprobs=0, temperature=0.9, seed=6))]
+
+
+def run_both(engine) -> dict[str, RequestOutput]:
+    outputs = drive(engine, CROWD)
+    return outputs | {f"full {name}": o for name, o in drive(engine, FULL_DEPTH).items()}
+
+
+@functools.cache
+def one_by_one(layout: str) -> dict[str, RequestOutput]:
+    """The outputs of run_both() when every request is alone in the engine."""
+    engine = build_engine(
+        {"last_exited": "roomy", "shared": "shared"}[layout], eos_token_ids=EOS, max_in_flight=1
+    )
+    outputs = {}
+    for prefix, work in (("", CROWD), ("full ", FULL_DEPTH)):
+        for i, one in enumerate(work):
+            outputs[f"{prefix}{i}"] = drive(engine, [dataclasses.replace(one, arrival=0)])["0"]
+    return outputs
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scheduling", MODES, ids=str)
-def test_crowd_equals_the_pytorch_oracle(shape, scheduling):
-    work = random_work(numbers=1, count=14, logprobs=0)
-    work = [dataclasses.replace(one, arrival=3 * i) for i, one in enumerate(work)]
-    engine = build_engine(shape, eos_token_ids=(5,), **scheduling)
-    batches = watch(engine)
-    outputs = drive(engine, work)
-    seen = features(batches)
-    assert seen["crowds"] and seen["gates"]
-    assert bool(seen["mixed depths"]) == (scheduling["mode"] == "refill")
-    assert seen["coda of 3"] or "min_coda_batch_size" not in scheduling
+@pytest.mark.parametrize(("max_in_flight", "tokens_per_dispatch"), EXECUTIONS)
+def test_every_schedule_gives_each_request_what_it_gets_alone(
+    shape, scheduling, max_in_flight, tokens_per_dispatch
+):
+    engine = build_engine(
+        shape,
+        eos_token_ids=EOS,
+        max_in_flight=max_in_flight,
+        tokens_per_dispatch=tokens_per_dispatch,
+        **scheduling,
+    )
+    watched = watch(engine)
+    outputs = run_both(engine)
+    seen = features(watched, eos=(*EOS, 7, 2))
+    refill = scheduling["mode"] == "refill"
+    assert seen["crowds"] and seen["gates"] and seen["greedy and sampling"]
+    assert seen[Stage.RECURRENT] and seen[Stage.CODA] and seen[Stage.TOKENS]
+    assert bool(seen["boundary of mixed depths"]) == bool(seen["mixed depths"]) == refill
+    assert seen["codas of 3"] or "min_coda_batch_size" not in scheduling
     assert seen["chunked prompts"] >= 5 or "prefill_chunk_size" not in scheduling
+    assert watched.most_in_flight == max_in_flight
+    assert bool(seen["several tokens"]) == (tokens_per_dispatch > 1)
+    assert bool(seen["tokens after a stop id"]) == (tokens_per_dispatch > 1)
+    alone = one_by_one(SHAPES[shape].layout)
+    assert essence(outputs) == essence(alone)
+    for name, output in outputs.items():
+        assert output.logprobs == pytest.approx(alone[name].logprobs, abs=1e-4)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("layout", ["last_exited", "shared"])
+def test_what_each_request_gets_alone_equals_the_pytorch_oracle(layout):
+    outputs = one_by_one(layout)
     comparison = Comparison()
-    for i, one in enumerate(work):
-        comparison.compare(one, outputs[str(i)], SHAPES[shape].layout, eos=(5,))
-    comparison.check(min_tokens=80)
+    for prefix, work in (("", CROWD), ("full ", FULL_DEPTH)):
+        for i, one in enumerate(work):
+            if one.params.temperature == 0:
+                comparison.compare(one, outputs[f"{prefix}{i}"], layout, eos=EOS)
+    comparison.check(min_tokens=150)
+
+
+@pytest.mark.parametrize("tokens_per_dispatch", [2, 4])
+def test_several_tokens_in_one_dispatch_are_what_one_by_one_gives(tokens_per_dispatch):
+    engine = build_engine("tight", tokens_per_dispatch=tokens_per_dispatch)
+    watched = watch(engine)
+    work = [Work((9, i), SamplingParams(max_tokens=n)) for i, n in enumerate((13, 18))]
+    outputs = drive(engine, work)
+    at_once = [b.num_tokens for b in watched.batches if b.stage is Stage.TOKENS]
+    assert set(at_once) == {1, tokens_per_dispatch}
+    assert essence(outputs) == essence(drive(build_engine("tight"), work))
 
 
 @pytest.mark.torch
@@ -87,10 +177,9 @@ def test_hundreds_of_tokens_equal_the_pytorch_oracle(shape):
 def test_alone_and_in_a_crowd_are_the_same(shape):
     work = random_work(numbers=2, count=9, temperature=0.8, top_k=20, top_p=0.9, seed=2**40 + 1)
     work += random_work(numbers=3, count=5)
-    crowd = essence(drive(build_engine(shape), work))
-    alone = {}
-    for i, one in enumerate(work):
-        alone |= {str(i): essence(drive(build_engine(shape), [one]))["0"]}
+    engine = build_engine(shape)
+    crowd = essence(drive(engine, work))
+    alone = {str(i): essence(drive(engine, [one]))["0"] for i, one in enumerate(work)}
     assert crowd == alone
     assert len({depth for _, depths, _ in crowd.values() for depth in depths}) >= 3
 
@@ -123,22 +212,23 @@ def test_pool_shortage_makes_requests_wait_and_changes_nothing():
 
 @st.composite
 def workloads(draw):
-    """Requests with arrivals and cancellations."""
+    """Requests with arrivals and cancellations; all at full depth, or at any."""
     work = []
-    for _ in range(draw(st.integers(1, 8))):
+    full_depth = draw(st.sampled_from([False, False, True]))
+    for _ in range(draw(st.integers(2, 8))):
         prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=28))
-        max_loops = draw(st.integers(1, 4))
+        max_loops = 4 if full_depth else draw(st.integers(1, 4))
         params = SamplingParams(
             max_tokens=draw(st.integers(1, 16)),
             temperature=draw(st.sampled_from([0.0, 0.9])),
             seed=draw(st.integers(0, 2**63 - 1)),
             min_loops=draw(st.integers(1, max_loops)),
             max_loops=max_loops,
-            exit_threshold=draw(st.sampled_from([0.0, 0.3, 0.6, 1.0])),
+            exit_threshold=1 if full_depth else draw(st.sampled_from([0.0, 0.3, 0.6, 1.0])),
             stop_token_ids=draw(st.sampled_from([(), (1, 2, 3)])),
         )
-        arrival = draw(st.integers(0, 30))
-        cancel = draw(st.one_of(st.none(), st.integers(0, 60)))
+        arrival = draw(st.integers(0, 15))
+        cancel = draw(st.one_of(st.none(), st.integers(0, 40)))
         work.append(Work(tuple(prompt), params, arrival, cancel and arrival + cancel))
     return work
 
@@ -150,9 +240,9 @@ def test_replaying_recorded_depths_gives_the_same_tokens_without_the_gate(shape)
     depths = {name: list(output.exit_depths) for name, output in recorded.items()}
     trace = ExitConfig(mode="trace", depths_by_request=depths)
     engine = build_engine(shape, exit_config=trace, prefill_chunk_size=5)
-    batches = watch(engine)
+    watched = watch(engine)
     assert essence(drive(engine, work)) == essence(recorded)
-    seen = features(batches)
+    seen = features(watched)
     assert seen["mixed depths"] and not seen["gates"]
     assert len({depth for one in depths.values() for depth in one}) >= 3
 
@@ -170,17 +260,20 @@ SEEN = Counter()  # over all examples of the property below
             "prefill_chunk_size": st.sampled_from([1, 3, 16, 24]),
             "max_prefill_batches_before_decode": st.integers(1, 3),
             "min_coda_batch_size": st.integers(1, 4),
+            "max_in_flight": st.integers(1, 3),
+            "tokens_per_dispatch": st.sampled_from([1, 4]),
         }
     ),
 )
 def test_any_schedule_gives_each_request_what_it_gets_alone(shape, work, scheduling):
     engine = build_engine(shape, **scheduling)
-    batches = watch(engine)
+    watched = watch(engine)
     outputs = drive(engine, work)
-    SEEN.update(features(batches))
+    SEEN.update(features(watched))
     SEEN.update(output.finish_reason for output in outputs.values())
+    plain = build_engine(shape, max_in_flight=1)
     for i, one in enumerate(work):
-        alone = drive(build_engine(shape), [dataclasses.replace(one, arrival=0, cancel=None)])["0"]
+        alone = drive(plain, [dataclasses.replace(one, arrival=0, cancel=None)])["0"]
         got = outputs[str(i)]
         if got.finish_reason == "abort":
             count = len(got.token_ids)
@@ -192,4 +285,5 @@ def test_any_schedule_gives_each_request_what_it_gets_alone(shape, work, schedul
 
 def test_the_property_above_met_every_feature():
     expected = {"mixed depths", "crowds", "gates", "chunked prompts", "greedy and sampling"}
-    assert expected | {"abort", "length", "stop"} <= set(+SEEN)
+    expected |= {"several tokens", "two in flight", *Stage, "abort", "length", "stop"}
+    assert expected <= set(+SEEN)
