@@ -20,6 +20,7 @@ from rlt_jax.bench import (
     throughput,
 )
 from rlt_jax.bench.driver import BenchEngine, Configs
+from rlt_jax.bench.limits import Rates
 from rlt_jax.bench.synthetic import BenchModel
 from rlt_jax.cli_options import config_from_flags
 from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
@@ -50,6 +51,27 @@ class _Session:
             self.engines.append(engine.describe())
             self.startups.append(engine.describe_startup())
         return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Limits:
+    """The rates that limits were computed from, and those that were measured (None: not)."""
+
+    used: Rates | None
+    measured: Rates | None
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, device: jax.Device, say: report.Say) -> "_Limits":
+        measured = roofline.measured_rates(device, say) if options.roofline else None
+        return cls(Rates.of(device.device_kind, measured), measured)
+
+    def line(self) -> str:
+        if self.used is None:
+            return "no limits: nothing is known of this device, and its roofline was not measured"
+        used = self.used.text()
+        return f"limits at {used}" + (
+            f" (measured: {self.measured.text()})" if self.measured else ""
+        )
 
 
 def default(device: jax.Device, value: Any, on_gpu: Any, on_cpu: Any) -> Any:
@@ -153,12 +175,13 @@ def run_kernels(options: argparse.Namespace) -> None:
     spec.check()
     with report.progress() as say:
         rows = list(kernels.run(spec, device, say))
-        rates = roofline.rates(device, options.roofline, say)
-    rows = [row.with_limit(rates) for row in rows]
+        limits = _Limits.of(options, device, say)
+    rows = [row.with_limit(limits.used) for row in rows]
     title = f"kernels: {name}, {spec.dtype}, on {device.device_kind}"
     report.print_table(title, kernels.COLUMNS, kernels.table(rows))
+    print(limits.line())
     config = {"name": name, **report.plain(spec)}
-    _write(options, "kernels", rows, device, config=config, rates=report.plain(rates))
+    _write(options, "kernels", rows, device, config=config, rates=report.plain(limits))
 
 
 def run_compare(options: argparse.Namespace) -> None:
@@ -201,20 +224,25 @@ def _run_on_engines(
         execution=config_from_flags(ExecutionConfig, options),
     )
     names = ("synthetic", "model", "dtype", "device", "total_ut_steps", "seed")
-    rates = None
+    limits = None
     with report.progress() as say:
         say("loading the model")
         model = synthetic.load_model(**{name: getattr(options, name) for name in names})
         session = _Session(model, configs, say)
         rows = list(measure(session))
         if "roofline" in options:
-            rates = roofline.rates(model.device, options.roofline, say)
-            rows = [row.with_limit(rates) for row in rows]
+            limits = _Limits.of(options, model.device, say)
+            rows = [row.with_limit(limits.used) for row in rows]
     command = options.bench_command
     title = f"{command}: {model.name}, {model.policy.dtype}, on {model.device.device_kind}"
     report.print_table(title, bench.COLUMNS, bench.table(rows))
+    if limits is not None:
+        print(limits.line())
     for startup in session.startups:
         print(report.startup_line(startup))
+    late = sum(getattr(row, "compiled_meanwhile", 0) for row in rows)
+    if late:
+        print(f"{late} programs were compiled within the measurements above")
     sizes = {"name": model.name, **report.plain(model.config), **report.plain(model.policy)}
     _write(
         options,
@@ -222,7 +250,7 @@ def _run_on_engines(
         rows,
         model.device,
         config={"model": sizes, "engines": session.engines},
-        rates=report.plain(rates),
+        rates=report.plain(limits),
         startup=tuple(session.startups),
     )
 

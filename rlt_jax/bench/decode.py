@@ -100,6 +100,7 @@ class DecodeRow:
     read_bytes: float
     flops: float
     peak_bytes: int
+    compiled_meanwhile: int
     limit_ms: float | None = None
     fraction: float | None = None
 
@@ -155,7 +156,9 @@ def _measure(spec, engine, model, batch: int, context: int, depth: int | None) -
         if engine.num_executables == compiled:
             break
     window = steps.window(spec.skip + 1, spec.tokens + 1)
-    return _row(spec, engine, window, batch, context, depth)
+    compiled = engine.num_executables - compiled
+    row = _row(spec, engine, window, batch, context, depth)
+    return dataclasses.replace(row, compiled_meanwhile=compiled)
 
 
 def _params(spec: DecodeSpec, depth: int | None, max_tokens: int) -> SamplingParams:
@@ -255,6 +258,7 @@ def _row(spec, engine: BenchEngine, window: _Window, batch, context, depth) -> D
         read_bytes=work.read_bytes,
         flops=work.flops,
         peak_bytes=peak_bytes(model.device),
+        compiled_meanwhile=0,
     )
 
 
@@ -274,6 +278,7 @@ def _depth_and_positions(spec, engine, window: _Window, context, depth) -> tuple
 COLUMNS = (
     "batch",
     "context",
+    "positions",
     "depth",
     "layout",
     "kernels",
@@ -293,6 +298,7 @@ def table(rows: Sequence[DecodeRow]) -> list[list[str]]:
         [
             str(row.batch),
             f"{row.context:,}",
+            f"{row.first_position:,}-{row.last_position:,}",
             str(row.depth or f"{row.mean_depth:.2f} of {','.join(map(str, row.mixed_depths))}"),
             row.layout,
             row.kernels,

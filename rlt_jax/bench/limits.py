@@ -19,6 +19,11 @@ class Rates:
     read_bytes_per_s: float
     matmul_flops_per_s: float
 
+    def text(self) -> str:
+        return (
+            f"{self.read_bytes_per_s / 1e12:.3f} TB/s, {self.matmul_flops_per_s / 1e12:.2f} Tflop/s"
+        )
+
     @classmethod
     def of(cls, device_kind: str, measured: "Rates | None") -> "Rates | None":
         """The known rates of a device or the measured ones, whichever are higher; None when

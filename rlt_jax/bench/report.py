@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -84,7 +85,8 @@ def commit() -> dict[str, Any]:
     import rlt_jax
 
     root = Path(rlt_jax.__file__).resolve().parents[1]
-    found = {"version": rlt_jax.__version__, "git": os.environ.get(COMMIT_VARIABLE), "dirty": None}
+    version = importlib.metadata.version("rlt-jax")
+    found = {"version": version, "git": os.environ.get(COMMIT_VARIABLE), "dirty": None}
     if (root / ".git").exists():
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             found["git"] = _git(root, "rev-parse", "HEAD")
@@ -98,14 +100,8 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    import jax
-    import jaxlib
-
-    return {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-    }
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    return {"python": platform.python_version(), **packages}
 
 
 def machine(device: Any = None) -> dict[str, Any]:

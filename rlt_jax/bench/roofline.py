@@ -68,14 +68,11 @@ def measure(
     return rows
 
 
-def rates(device: jax.Device, measured: bool, say: Say) -> Rates | None:
-    """For the limits of another benchmark: those of a quick measurement (unless it is not
-    wanted) or those known of the device, whichever are higher."""
-    if not measured:
-        return Rates.of(device.device_kind, None)
+def measured_rates(device: jax.Device, say: Say) -> Rates:
+    """A quick measurement, for the limits of another benchmark."""
     rows = measure(device, RooflineSize.on(device.platform, quick=True), say, copy=False)
     rate = {row.what: row.rate for row in rows}
-    return Rates.of(device.device_kind, Rates(rate["read"], rate["matmul"]))
+    return Rates(read_bytes_per_s=rate["read"], matmul_flops_per_s=rate["matmul"])
 
 
 COLUMNS = ("", "rate", "ms", "dtype", "size")

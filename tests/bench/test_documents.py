@@ -75,6 +75,10 @@ def test_decode_rows(document):
         idle = 1 - row["back_to_back_ms"] / row["ms_per_step"]
         assert row["idle_share"] == pytest.approx(idle)
         assert row["fraction"] == pytest.approx(row["limit_ms"] / row["ms_per_step"])
+    rates = document("decode")["rates"]
+    assert rates["used"] == rates["measured"]
+    limit = 1e3 * rows[0]["read_bytes"] / rates["used"]["read_bytes_per_s"]
+    assert rows[0]["limit_ms"] >= 0.999 * limit
     kv = 2 * 2 * 2 * 16 * 4  # of a position in one plane: 2 layers, K and V, 2 heads of 16 floats
     assert rows[1]["read_bytes"] - rows[0]["read_bytes"] == 3 * 4 * 13.5 * kv
 
@@ -85,7 +89,7 @@ def test_mixed_depths_are_those_asked_for(document):
     assert 2 < row["mean_depth"] < 4
     assert row["loops"] >= 1
     assert row["limit_ms"] is row["fraction"] is None
-    assert document("mixed")["rates"] is None
+    assert document("mixed")["rates"] == {"used": None, "measured": None}
     (engine,) = document("mixed")["config"]["engines"]
     assert engine["exit_config"]["mode"] == "trace"
 
