@@ -114,32 +114,36 @@ def build_engine(
 
 @dataclasses.dataclass
 class Watched:
-    """What an engine's runner was given and gave back; batches that were not dispatched count."""
+    """What an engine's runner was given (dispatched or not) and gave back."""
 
     batches: list[SchedulerOutput] = dataclasses.field(default_factory=list)
     results: list[RunnerOutput] = dataclasses.field(default_factory=list)
+    in_flight: int = 0
     most_in_flight: int = 0
-
-    @property
-    def in_flight(self) -> int:
-        return len(self.batches) - len(self.results)
 
 
 def watch(engine: Assembly) -> Watched:
     """The batches and results of the engine from now on."""
     watched, runner = Watched(), engine.runner
-    submit, collect = runner.submit, runner.collect
+    submit, collect, reset = runner.submit, runner.collect, runner.reset
 
     def watched_submit(batch):
         watched.batches.append(batch)
+        ticket = submit(batch)
+        watched.in_flight += 1
         watched.most_in_flight = max(watched.most_in_flight, watched.in_flight)
-        return submit(batch)
+        return ticket
 
     def watched_collect(ticket):
+        watched.in_flight -= 1
         watched.results.append(collect(ticket))
         return watched.results[-1]
 
-    runner.submit, runner.collect = watched_submit, watched_collect
+    def watched_reset():
+        watched.in_flight = 0
+        reset()
+
+    runner.submit, runner.collect, runner.reset = watched_submit, watched_collect, watched_reset
     return watched
 
 

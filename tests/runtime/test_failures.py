@@ -6,9 +6,10 @@ import pytest
 from rlt_jax.engine.types import Stage
 from rlt_jax.runtime.programs import Kind
 from rlt_jax.sampling_params import SamplingParams
-from tests.support import build_engine
+from tests.support import Work, build_engine, drive, watch
 
-PARAMS = SamplingParams(max_tokens=12, exit_threshold=0.5)
+ADAPTIVE = SamplingParams(max_tokens=12, exit_threshold=0.5)
+FULL_DEPTH = SamplingParams(max_tokens=12)
 
 
 def outputs_of(core):
@@ -18,10 +19,14 @@ def outputs_of(core):
     return outputs
 
 
-def healthy(prompt):
-    engine = build_engine("roomy")
-    engine.core.add_request("x", prompt, PARAMS)
-    return outputs_of(engine.core)["x"].token_ids
+def healthy(prompt, params):
+    return drive(build_engine("roomy"), [Work(tuple(prompt), params)])["0"].token_ids
+
+
+def assert_empty(core):
+    stats = core.scheduler.stats()
+    assert stats["free_blocks"] == stats["total_blocks"]
+    assert core.scheduler.block_tables() == {}
 
 
 def fail_once(monkeypatch, programs, kind, failure):
@@ -53,14 +58,24 @@ def at_dispatch(executable):
     return call
 
 
-@pytest.mark.parametrize("kind", [Kind.PREFILL, Kind.PRELUDE, Kind.RECURRENT_GATED, Kind.SET_SLOTS])
-def test_a_failure_before_dispatch_ends_only_that_batch(kind, monkeypatch):
+# A program, and requests that reach it.
+REACHED = [
+    (Kind.PREFILL, ADAPTIVE),
+    (Kind.BOUNDARY_GREEDY, ADAPTIVE),
+    (Kind.RECURRENT, ADAPTIVE),
+    (Kind.CODA_GREEDY, FULL_DEPTH),
+    (Kind.TOKEN_GREEDY, FULL_DEPTH),
+]
+
+
+@pytest.mark.parametrize(("kind", "params"), [*REACHED, (Kind.SET_SLOTS, ADAPTIVE)])
+def test_a_failure_before_dispatch_ends_only_that_batch(kind, params, monkeypatch):
     engine = build_engine("roomy")
     core = engine.core
-    core.add_request("bystander", [9, 8, 7], PARAMS)
+    core.add_request("bystander", [9, 8, 7], params)
     for _ in range(2):
         core.step()  # prefilled and sampled once
-    core.add_request("victim", [1, 2], PARAMS)
+    core.add_request("victim", [1, 2], params)
     pointer = engine.runner.state.kv.pool.unsafe_buffer_pointer()
     fail_once(monkeypatch, engine.programs, kind, before_dispatch)
     outputs = outputs_of(core)
@@ -69,24 +84,23 @@ def test_a_failure_before_dispatch_ends_only_that_batch(kind, monkeypatch):
     for name in failed:
         assert "was not dispatched: no room to compile" in outputs[name].error
     for name, prompt in (("bystander", [9, 8, 7]), ("victim", [1, 2])):
-        if name not in failed:
-            assert outputs[name].token_ids == healthy(prompt)
+        tokens = healthy(prompt, params)
+        assert outputs[name].token_ids == (
+            tokens[: len(outputs[name].token_ids)] if name in failed else tokens
+        )
     assert engine.runner.state.kv.pool.unsafe_buffer_pointer() == pointer
-    stats = core.scheduler.stats()
-    assert stats["free_blocks"] == stats["total_blocks"]
-    core.add_request("again", [1, 2], PARAMS)
-    assert outputs_of(core)["again"].token_ids == healthy([1, 2])
+    assert_empty(core)
+    core.add_request("again", [1, 2], params)
+    assert outputs_of(core)["again"].token_ids == healthy([1, 2], params)
 
 
-@pytest.mark.parametrize(
-    "kind", [Kind.PREFILL, Kind.PRELUDE, Kind.RECURRENT_GATED, Kind.CODA_GREEDY]
-)
-def test_a_failure_at_dispatch_fails_the_running_and_keeps_the_waiting(kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "params"), REACHED)
+def test_a_failure_at_dispatch_fails_the_running_and_keeps_the_waiting(kind, params, monkeypatch):
     engine = build_engine("roomy")
-    core = engine.core
+    core, watched = engine.core, watch(engine)
     prompts = {str(i): [i + 1, 2, 3] for i in range(7)}  # four run, three wait
     for name, prompt in prompts.items():
-        core.add_request(name, prompt, PARAMS)
+        core.add_request(name, prompt, params)
     fail_once(monkeypatch, engine.programs, kind, at_dispatch)
     outputs = outputs_of(core)
     failed = {name for name, output in outputs.items() if output.finish_reason == "error"}
@@ -95,47 +109,83 @@ def test_a_failure_at_dispatch_fails_the_running_and_keeps_the_waiting(kind, mon
         if name in failed:
             assert "the device fell over" in outputs[name].error
         else:
-            assert outputs[name].token_ids == healthy(prompt)
+            assert outputs[name].token_ids == healthy(prompt, params)
+    assert watched.most_in_flight == 2
+    assert_empty(core)
+
+
+def test_a_failure_before_dispatch_leaves_the_batch_in_flight_alone(monkeypatch):
+    """The batch before it belongs to the same request: its results change nothing any more."""
+    engine = build_engine("roomy", max_in_flight=3)
+    core, watched = engine.core, watch(engine)
+    core.add_request("a", [1, 2], FULL_DEPTH)
+    core.step()  # the coda and a whole token are in flight
+    fail_once(monkeypatch, engine.programs, Kind.TOKEN_GREEDY, before_dispatch)
+    (failed,) = core.step()
+    assert (failed.finish_reason, failed.token_ids) == ("error", ())
     stats = core.scheduler.stats()
-    assert stats["free_blocks"] == stats["total_blocks"]
-    assert core.scheduler.block_tables() == {}
+    assert stats["free_blocks"] < stats["total_blocks"]
+    assert core.step() == []
+    assert sum(len(row.tokens) for result in watched.results for row in result.rows) == 2
+    assert_empty(core)
+    core.add_request("a", [1, 2], FULL_DEPTH)
+    assert outputs_of(core)["a"].token_ids == healthy([1, 2], FULL_DEPTH)
+
+
+def test_a_failure_that_shows_while_another_batch_is_in_flight_loses_both(monkeypatch):
+    engine = build_engine("roomy", max_in_flight=2)
+    core, watched = engine.core, watch(engine)
+    for i in range(5):
+        core.add_request(str(i), [i + 1, 2, 3], FULL_DEPTH)
+    while Stage.TOKENS not in [batch.stage for batch in watched.batches[:-1]]:
+        core.step()
+    assert watched.in_flight == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_get", lambda tree: 1 / 0)
+        lost = {output.request_id: output for output in core.step()}
+    assert lost.keys() == set("0123")
+    assert all("tokens batch failed: division by zero" in o.error for o in lost.values())
+    for i in range(4):
+        tokens = healthy([i + 1, 2, 3], FULL_DEPTH)
+        assert lost[str(i)].token_ids == tokens[: len(lost[str(i)].token_ids)]
+    assert outputs_of(core)["4"].token_ids == healthy([5, 2, 3], FULL_DEPTH)
+    assert_empty(core)
 
 
 def test_a_failure_while_reading_results_counts_as_lost_state(monkeypatch):
     engine = build_engine("roomy")
     core = engine.core
-    core.add_request("a", [1, 2, 3], PARAMS)
+    core.add_request("a", [1, 2, 3], ADAPTIVE)
     real = jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda tree: real(tree) if not tree else 1 / 0)
     outputs = outputs_of(core)
     assert outputs["a"].finish_reason == "error"
-    assert "coda batch failed: division by zero" in outputs["a"].error
+    assert "boundary batch failed: division by zero" in outputs["a"].error
     monkeypatch.undo()
-    core.add_request("a", [1, 2, 3], PARAMS)
-    assert outputs_of(core)["a"].token_ids == healthy([1, 2, 3])
+    core.add_request("a", [1, 2, 3], ADAPTIVE)
+    assert outputs_of(core)["a"].token_ids == healthy([1, 2, 3], ADAPTIVE)
 
 
 def test_an_interrupt_loses_nothing_but_the_running_requests(monkeypatch):
     engine = build_engine("roomy")
     core = engine.core
     for i in range(5):
-        core.add_request(str(i), [i + 1, 2, 3], PARAMS)
-    core.step()
+        core.add_request(str(i), [i + 1, 2, 3], ADAPTIVE)
     real = engine.runner.submit
 
     def interrupted(batch):
-        assert batch.stage is Stage.CODA
-        raise KeyboardInterrupt
+        if batch.stage is Stage.BOUNDARY:
+            raise KeyboardInterrupt
+        return real(batch)
 
     monkeypatch.setattr(engine.runner, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        core.step()
+        core.step()  # the prefill is in flight
     monkeypatch.setattr(engine.runner, "submit", real)
     outputs = outputs_of(core)
     assert {name: o.finish_reason for name, o in outputs.items()} == {
         **dict.fromkeys("0123", "error"),
         "4": "length",
     }
-    assert outputs["4"].token_ids == healthy([5, 2, 3])
-    stats = core.scheduler.stats()
-    assert stats["free_blocks"] == stats["total_blocks"]
+    assert outputs["4"].token_ids == healthy([5, 2, 3], ADAPTIVE)
+    assert_empty(core)
