@@ -73,7 +73,12 @@ MODELS = [
     Model(head_dim=64, page_size=64),
 ]
 each_model = pytest.mark.parametrize("model", MODELS, ids=str)
-few_or_many = pytest.mark.parametrize("rows", [8, 128])
+# Both numbers of rows for the first, and one by turns for the others.
+few_or_many = pytest.mark.parametrize(
+    "model, rows",
+    [(MODELS[0], 8), *((model, (128, 8)[i % 2]) for i, model in enumerate(MODELS))],
+    ids=str,
+)
 
 
 def ints(*shape):
@@ -105,14 +110,12 @@ def test_paged_prefill(model):
     lowers(paged_prefill, model, q, model.kv, ints(), batch, calls=1)
 
 
-@each_model
 @few_or_many
 def test_paged_decode(model, rows):
     q = model.rows(rows, model.heads, model.head_dim)
     lowers(paged_decode, model, q, model.kv, ints(), row_batch(rows), calls=2)
 
 
-@each_model
 @few_or_many
 def test_write_and_decode(model, rows):
     args = (*model.qkv(rows), model.kv, ints(), row_batch(rows))
@@ -120,15 +123,15 @@ def test_write_and_decode(model, rows):
     assert "output_operand_aliases" in text
 
 
-@each_model
-@pytest.mark.parametrize("rows", [8, 128, PROMPT_ROWS])
-def test_rotate_and_write(model, rows):
+@few_or_many
+@pytest.mark.parametrize("prompt", [False, True], ids=["decode", "prompt"])
+def test_rotate_and_write(model, rows, prompt):
+    rows = PROMPT_ROWS if prompt else rows
     places = Places(ints(rows), ints(rows), bools(rows))
     args = (*model.qkv(rows), model.kv, ints(), places)
     assert "output_operand_aliases" in lowers(rotate_and_write, model, *args, calls=1)
 
 
-@each_model
 @few_or_many
 def test_finalize_kv(model, rows):
     args = model.kv, ints(rows, TABLE), ints(rows), ints(rows), bools(rows)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlt_jax.kernels.kv_update import finalize_kv, rotate_and_write
-from rlt_jax.kernels.paged_decode import paged_decode, write_and_decode
-from rlt_jax.kernels.paged_kv import PagedKV, Places, RowBatch, TileBatch
+from rlt_jax.kernels.kv_update import finalize_kv
+from rlt_jax.kernels.paged_decode import write_and_decode
+from rlt_jax.kernels.paged_kv import PagedKV, RowBatch, TileBatch
 from rlt_jax.kernels.paged_prefill import paged_prefill
 from tests.kernels.support import (
     IMPLEMENTATIONS,
@@ -200,18 +200,15 @@ def test_temporaries_do_not_depend_on_the_pool(dtype):
         valid = array(4, dtype=bool)
         rows = RowBatch(array(4, 5), array(4), array(4), valid)
         tiles = TileBatch(array(4, 5), array(4), array(4), array(4), 4, 16)
-        places, layer = Places(array(4), array(4), valid), array()
-        q = array(4, 2, 8, dtype=dtype)
+        q, layer = array(4, 2, 8, dtype=dtype), array()
 
         def in_place(f, argument):
             return jax.jit(f, donate_argnums=argument)
 
         lowered = {
-            "write": in_place(rotate_and_write, 3).lower(qkv, *turn, kv, layer, places),
-            "finalize": in_place(finalize_kv, 0).lower(kv, array(4, 5), array(4), array(4), valid),
-            "write and decode": in_place(write_and_decode, 3).lower(qkv, *turn, kv, layer, rows),
-            "decode": jax.jit(paged_decode).lower(q, kv, layer, rows),
+            "decode": in_place(write_and_decode, 3).lower(qkv, *turn, kv, layer, rows),
             "prefill": jax.jit(paged_prefill).lower(q, kv, layer, tiles),
+            "finalize": in_place(finalize_kv, 0).lower(kv, array(4, 5), array(4), array(4), valid),
         }
         analyses = {name: x.compile().memory_analysis() for name, x in lowered.items()}
         return {name: x.temp_size_in_bytes for name, x in analyses.items()}
