@@ -1,0 +1,363 @@
+"""Attention of one row and K/V head over one split of the context, inside a Triton program."""
+
+import dataclasses
+import functools
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from rlt_jax.kernels.compat import dot, load, store
+from rlt_jax.kernels.paged_kv import PagedKV, RowBatch
+
+MASKED = -1e30  # finite, so that places without a token give exp(0) and not NaN
+_LOG2_E = math.log2(math.e)
+_VECTOR_BYTES = 16  # of one load of one thread
+_DOT_ROWS = 16  # the fewest rows that the tensor cores take
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """How the work is cut. `programs`, `min_lanes` and `heads_first` alone leave the bits as they
+    are; whatever else is chosen by shape must not be chosen by the number of rows.
+
+    tokens: read at once by a program. split_tokens: of a split; doubled in rows that would have
+    more than max_splits. prefetch: what the kernel itself loads an iteration ahead: "none",
+    "pages" (entries of the block table) or "tiles" (K and V too; VectorAttention only).
+    num_stages: iterations that Triton keeps in flight by asynchronous copies (DotAttention only).
+    programs: wanted at least, by giving each row and K/V head several lanes; min_lanes: of those
+    at least. heads_first: neighbouring programs read the heads of a page, and not the same head
+    of all rows. dot_group: query heads per K/V head from which on the tensor cores multiply.
+    combine_*: of the second kernel; combine_splits are added at once.
+    """
+
+    tokens: int = 64
+    split_tokens: int = 256
+    max_splits: int = 64
+    prefetch: str = "pages"
+    num_warps: int = 4
+    num_stages: int = 3
+    programs: int = 132 * 8
+    min_lanes: int = 4
+    heads_first: bool = True
+    dot_group: int = 1
+    combine_splits: int = 8
+    combine_warps: int = 2
+
+    def lanes(self, rows: int, kv_heads: int, splits: int) -> int:
+        wanted = pl.next_power_of_2(pl.cdiv(self.programs, rows * kv_heads))
+        return min(max(wanted, self.min_lanes), splits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The static side of a call."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    planes: int
+    table_tokens: int
+    q_dtype: jnp.dtype
+    kv_dtype: jnp.dtype
+    config: DecodeConfig
+
+    @classmethod
+    def of(cls, kv: PagedKV, batch: RowBatch, heads: int, q_dtype, config) -> "Shape":
+        return cls(
+            heads=heads,
+            kv_heads=kv.kv_heads,
+            head_dim=kv.pool.shape[5],
+            page_size=kv.page_size,
+            planes=kv.planes,
+            table_tokens=batch.tables_rp.shape[1] * kv.page_size,
+            q_dtype=jnp.dtype(q_dtype),
+            kv_dtype=jnp.dtype(kv.pool.dtype),
+            config=config,
+        )
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def uses_dot(self) -> bool:
+        # Tensor cores have no float32 product of full precision.
+        return self.kv_dtype.itemsize == 2 and self.group >= self.config.dot_group
+
+    @property
+    def width(self) -> int:
+        """head_dim as the kernels see it."""
+        return max(pl.next_power_of_2(self.head_dim), _DOT_ROWS if self.uses_dot else 1)
+
+    @property
+    def scale(self) -> float:
+        """Of the scores, whose exponentials are powers of two."""
+        return self.head_dim**-0.5 * _LOG2_E
+
+    @property
+    def max_splits(self) -> int:
+        return min(pl.cdiv(self.table_tokens, self.config.split_tokens), self.config.max_splits)
+
+    def split_tokens(self, length):
+        """Tokens of a split of a row of this length (traced)."""
+        tokens = jnp.int32(self.config.split_tokens)
+        most = self.config.split_tokens * self.config.max_splits
+        while most < self.table_tokens:
+            tokens = jnp.where(length > most, tokens * 2, tokens)
+            most *= 2
+        return tokens
+
+    def divide_by_page(self, tokens):
+        """(page of the block table, offset in it) of token positions, which are not negative."""
+        size = self.page_size
+        if size & (size - 1):
+            return lax.div(tokens, jnp.int32(size)), lax.rem(tokens, jnp.int32(size))
+        return tokens >> (size.bit_length() - 1), tokens & (size - 1)
+
+
+class Row:
+    """What a program knows of its row, K/V head and lane."""
+
+    def __init__(self, shape: Shape, layer_ref, tables_ref, positions_ref, depths_ref, valid_ref):
+        order = (2, 0, 1) if shape.config.heads_first else (0, 1, 2)
+        self.row, self.kv_head, self.lane = (pl.program_id(axis) for axis in order)
+        self.shape = shape
+        self.layer = layer_ref[0]
+        self.tables_ref = tables_ref
+        self.position = positions_ref[self.row]
+        self.length = jnp.where(valid_ref[self.row], self.position + 1, 0)
+        self.depth = depths_ref[self.row]
+        self.split_tokens = shape.split_tokens(self.length)
+        self.splits = lax.div(self.length + self.split_tokens - 1, self.split_tokens)
+
+    def places(self, tokens, end):
+        """(physical page, offset in it) of each token before `end`."""
+        entries, offsets = self.shape.divide_by_page(tokens)
+        logical = load(self.tables_ref.at[self.row, entries], mask=tokens < end, other=0)
+        return self.physical_page(logical), offsets
+
+    def physical_page(self, logical):
+        return PagedKV(None, self.shape.planes).physical_page(logical, self.depth)
+
+    def for_each_split(self, lanes, attend):
+        """Calls `attend(split)` for every split of this lane."""
+
+        def step(i, nothing):
+            attend(self.lane + i * lanes)
+            return nothing
+
+        steps = lax.div(jnp.maximum(self.splits - self.lane, 0) + lanes - 1, jnp.int32(lanes))
+        lax.fori_loop(0, steps, step, jnp.int32(0))
+
+
+def attention(row: Row, pool_ref, load_q):
+    """load_q(heads, at_x, mask): float32 elements of the row's queries, in a block of any shape."""
+    kind = DotAttention if row.shape.uses_dot else VectorAttention
+    return kind(row, pool_ref, load_q)
+
+
+class VectorAttention:
+    """Multiplies and adds in float32; a K/V tile [w, s, x] serves the query heads in turn.
+
+    A thread holds the same of the s slots in each of the w wraps, so a slot has a softmax of its
+    own and warps wait for each other at the end of a split only. The state is, for each query
+    head of the group, (peaks [s, 1], totals [s, 1], sums [s, x]).
+    """
+
+    def __init__(self, row: Row, pool_ref, load_q):
+        shape = row.shape
+        self.row, self.shape, self.pool_ref = row, shape, pool_ref
+        self.at_x = jnp.arange(shape.width)
+        self.in_head_x = self.at_x < shape.head_dim
+        threads_a_token = max(1, shape.width * shape.kv_dtype.itemsize // _VECTOR_BYTES)
+        slots = max(1, shape.config.num_warps * 32 // threads_a_token)
+        self.slots = min(slots, shape.config.tokens)
+        self.wraps = shape.config.tokens // self.slots
+        self.first_head = row.kv_head * shape.group
+        self.queries_gx = [
+            load_q(self.first_head + i, self.at_x, self.in_head_x) * shape.scale
+            for i in range(shape.group)
+        ]
+
+    def nothing(self):
+        empty = (
+            jnp.full((self.slots, 1), MASKED, jnp.float32),
+            jnp.zeros((self.slots, 1), jnp.float32),
+            jnp.zeros((self.slots, self.shape.width), jnp.float32),
+        )
+        return (empty,) * self.shape.group
+
+    def one_token(self, k_x, v_x, seen):
+        """The state after one token, in the first slot, if it is seen at all."""
+        mine_s1 = (jnp.arange(self.slots)[:, None] == 0) & seen
+        k_x, v_x = k_x.astype(jnp.float32), v_x.astype(jnp.float32)
+        total_s1 = jnp.where(mine_s1, 1.0, 0.0)
+        sum_sx = jnp.where(mine_s1, v_x[None], 0.0)
+        return tuple(
+            (jnp.where(mine_s1, jnp.sum(k_x * q_x), MASKED), total_s1, sum_sx)
+            for q_x in self.queries_gx
+        )
+
+    def attend(self, first, end, state):
+        """Adds tokens first .. end - 1."""
+        tokens = self.shape.config.tokens
+        steps = lax.div(jnp.maximum(end - first, 0) + tokens - 1, jnp.int32(tokens))
+        prefetch = self.shape.config.prefetch
+
+        def places(i):
+            return self.row.places(self._tokens(first, i), end)
+
+        def tiles(i, found):
+            return [self._tile(side, *found, self._tokens(first, i) < end) for side in (0, 1)]
+
+        def add(i, k_wsx, v_wsx, state):
+            return self._add(state, self._tokens(first, i) < end, k_wsx, v_wsx)
+
+        def with_pages_ahead(i, carry):
+            found, state = carry
+            return places(i + 1), add(i, *tiles(i, found), state)
+
+        def with_tiles_ahead(i, carry):
+            found, ahead, state = carry
+            return places(i + 2), tiles(i + 1, found), add(i, *ahead, state)
+
+        if prefetch == "tiles":
+            start = (places(1), tiles(0, places(0)), state)
+            return lax.fori_loop(0, steps, with_tiles_ahead, start)[-1]
+        if prefetch == "pages":
+            return lax.fori_loop(0, steps, with_pages_ahead, (places(0), state))[-1]
+        return lax.fori_loop(0, steps, lambda i, state: add(i, *tiles(i, places(i)), state), state)
+
+    def _tokens(self, first, i):
+        wraps = jnp.arange(self.wraps)[:, None] * self.slots
+        return first + i * self.shape.config.tokens + wraps + jnp.arange(self.slots)[None]
+
+    def _tile(self, side, pages, offsets, seen):
+        place = self.pool_ref.at[
+            self.row.layer,
+            pages[:, :, None],
+            side,
+            self.row.kv_head,
+            offsets[:, :, None],
+            self.at_x[None, None],
+        ]
+        # Zeros where nothing was written: 0 * NaN must not reach the sum.
+        return load(place, mask=seen[:, :, None] & self.in_head_x[None, None], other=0)
+
+    def _add(self, state, seen_ws, k_wsx, v_wsx):
+        k_wsx, v_wsx = k_wsx.astype(jnp.float32), v_wsx.astype(jnp.float32)
+        added = []
+        for q_x, (peak_s1, total_s1, sum_sx) in zip(self.queries_gx, state):
+            scores_ws = jnp.where(seen_ws, jnp.sum(k_wsx * q_x[None, None], axis=2), MASKED)
+            scores_ws1 = scores_ws[:, :, None]
+            new_peak_s1 = jnp.maximum(peak_s1, jnp.max(scores_ws1, axis=0))
+            decay_s1 = jnp.exp2(peak_s1 - new_peak_s1)
+            weights_ws1 = jnp.exp2(scores_ws1 - new_peak_s1[None])
+            total_s1 = total_s1 * decay_s1 + jnp.sum(weights_ws1, axis=0)
+            sum_sx = sum_sx * decay_s1 + jnp.sum(weights_ws1 * v_wsx, axis=0)
+            added.append((new_peak_s1, total_s1, sum_sx))
+        return tuple(added)
+
+    def store(self, state, split, part_refs):
+        sums_ref, peaks_ref, totals_ref = part_refs
+        for i, (peak_s1, total_s1, sum_sx) in enumerate(state):
+            peak = jnp.max(peak_s1)
+            weight_s1 = jnp.exp2(peak_s1 - peak)
+            index = (self.row.row, split, self.first_head + i)
+            sums_ref[(*index, slice(None))] = jnp.sum(sum_sx * weight_s1, axis=0)
+            peaks_ref[index] = peak
+            totals_ref[index] = jnp.sum(total_s1 * weight_s1)
+
+
+class DotAttention:
+    """Tensor cores: the query heads of a group are the rows of a matrix, padded to 16.
+
+    At one query head 15 rows of 16 are wasted, but a decode waits for memory, and Triton copies
+    the tiles of a product asynchronously, several iterations ahead. The state is (peaks [g],
+    totals [g], sums [g, x]).
+    """
+
+    def __init__(self, row: Row, pool_ref, load_q):
+        shape = row.shape
+        self.row, self.shape, self.pool_ref = row, shape, pool_ref
+        self.at_x = jnp.arange(shape.width)[None]
+        self.in_head_x = self.at_x < shape.head_dim
+        self.tokens = max(shape.config.tokens, _DOT_ROWS)
+        self.rows = max(pl.next_power_of_2(shape.group), _DOT_ROWS)
+        at_g = jnp.arange(self.rows)[:, None]
+        heads_g = row.kv_head * shape.group + at_g
+        q_gx = load_q(heads_g, self.at_x, (at_g < shape.group) & self.in_head_x)
+        self.q_gx = q_gx.astype(shape.q_dtype).astype(shape.kv_dtype)
+
+    def nothing(self):
+        return (
+            jnp.full((self.rows,), MASKED, jnp.float32),
+            jnp.zeros((self.rows,), jnp.float32),
+            jnp.zeros((self.rows, self.shape.width), jnp.float32),
+        )
+
+    def one_token(self, k_x, v_x, seen):
+        """The state after one token, if it is seen at all."""
+        k_x, v_x = k_x.astype(jnp.float32), v_x.astype(jnp.float32)
+        scores_g = jnp.sum(self.q_gx.astype(jnp.float32) * k_x[None], axis=1) * self.shape.scale
+        peak_g = jnp.where(seen, scores_g, MASKED)
+        total_g = jnp.where(seen, jnp.ones_like(scores_g), 0.0)
+        return peak_g, total_g, total_g[:, None] * v_x[None]
+
+    def attend(self, first, end, state):
+        """Adds tokens first .. end - 1."""
+        steps = lax.div(jnp.maximum(end - first, 0) + self.tokens - 1, jnp.int32(self.tokens))
+
+        def tokens(i):
+            return first + i * self.tokens + jnp.arange(self.tokens)
+
+        def places(i):
+            return self.row.places(tokens(i), end)
+
+        def add(i, found, state):
+            seen = tokens(i) < end
+            return self._add(state, seen, *(self._tile(side, *found, seen) for side in (0, 1)))
+
+        def with_pages_ahead(i, carry):
+            found, state = carry
+            return places(i + 1), add(i, found, state)
+
+        if self.shape.config.prefetch == "none":
+            return lax.fori_loop(0, steps, lambda i, state: add(i, places(i), state), state)
+        return lax.fori_loop(0, steps, with_pages_ahead, (places(0), state))[-1]
+
+    def _tile(self, side, pages, offsets, seen):
+        place = self.pool_ref.at[
+            self.row.layer,
+            pages[:, None],
+            side,
+            self.row.kv_head,
+            offsets[:, None],
+            self.at_x,
+        ]
+        return load(place, mask=seen[:, None] & self.in_head_x, other=0)
+
+    def _add(self, state, seen_t, k_tx, v_tx):
+        peak_g, total_g, sum_gx = state
+        multiply = functools.partial(dot, precision=lax.Precision.HIGHEST)
+        scores_gt = multiply(self.q_gx, k_tx, trans_b=True) * self.shape.scale
+        scores_gt = jnp.where(seen_t[None], scores_gt, MASKED)
+        new_peak_g = jnp.maximum(peak_g, jnp.max(scores_gt, axis=1))
+        decay_g = jnp.exp2(peak_g - new_peak_g)
+        weights_gt = jnp.exp2(scores_gt - new_peak_g[:, None])
+        total_g = total_g * decay_g + jnp.sum(weights_gt, axis=1)
+        mixed_gx = multiply(weights_gt.astype(v_tx.dtype), v_tx)
+        return new_peak_g, total_g, sum_gx * decay_g[:, None] + mixed_gx
+
+    def store(self, state, split, part_refs):
+        peak_g, total_g, sum_gx = state
+        sums_ref, peaks_ref, totals_ref = part_refs
+        at_g = jnp.arange(self.rows)
+        heads_g, real_g = self.row.kv_head * self.shape.group + at_g, at_g < self.shape.group
+        row = self.row.row
+        store(sums_ref.at[row, split, heads_g[:, None], self.at_x], sum_gx, mask=real_g[:, None])
+        store(peaks_ref.at[row, split, heads_g], peak_g, mask=real_g)
+        store(totals_ref.at[row, split, heads_g], total_g, mask=real_g)
