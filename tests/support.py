@@ -70,9 +70,10 @@ class EngineShape:
 SHAPES = {
     # 4 requests of full context fit.
     "roomy": EngineShape("last_exited", 4, 256, 4, 24),
-    # Fewer blocks than 4 requests want: they wait for each other. One bucket for all batches.
+    # Fewer blocks than 4 requests want: they wait for each other. Here and in the next, one bucket
+    # for all batches.
     "tight": EngineShape("last_exited", 8, 52, 4, 24, min_row_bucket=4, min_prefill_bucket=32),
-    "shared": EngineShape("shared", 4, 64, 4, 24, min_row_bucket=2),
+    "shared": EngineShape("shared", 4, 64, 4, 24, min_row_bucket=4),
 }
 
 

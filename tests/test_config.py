@@ -43,6 +43,9 @@ FIELDS = {
     (SchedulerConfig, "max_prefill_batches_before_decode"): POSITIVE,
     (SchedulerConfig, "min_coda_batch_size"): POSITIVE,
     (ExitConfig, "mode"): (["ouro"], choice("ouro", "trace")[1], choice("ouro", "trace")[2]),
+    (ExecutionConfig, "kernels"): choice("auto", "mosaic", "triton", "reference"),
+    (ExecutionConfig, "max_in_flight"): POSITIVE,
+    (ExecutionConfig, "tokens_per_dispatch"): ([1, 2, 4], [3, 8], "must be 1, 2 or 4"),
     (ExecutionConfig, "compilation_cache_dir"): (
         [None, "/tmp/cache"],
         ["", 5, b"x"],
@@ -83,6 +86,13 @@ def test_an_error_names_the_field_the_value_and_the_rule(config, field, value, r
         config(**{field: value})
     assert str(error.value).startswith(f"{config.__name__}.{field} = {value!r}: ")
     assert rule in str(error.value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, "4", True, None])
+def test_tokens_per_dispatch_is_a_positive_integer(value):
+    rule = f"ExecutionConfig.tokens_per_dispatch = {value!r}: must be an integer >= 1"
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        ExecutionConfig(tokens_per_dispatch=value)
 
 
 @pytest.mark.parametrize("field", ["min_row_bucket", "min_prefill_bucket"])
@@ -220,9 +230,11 @@ def test_a_chunk_never_exceeds_the_batch():
 
 
 @pytest.mark.parametrize(
-    "platform, rows, tiles, ahead", [("cpu", 1, 1, False), ("gpu", 8, 4, True)]
+    "platform, rows, prompt_tokens, ahead", [("cpu", 1, 16, False), ("gpu", 8, 128, True)]
 )
-def test_execution_defaults_depend_on_the_platform(platform, rows, tiles, ahead):
+def test_execution_defaults_depend_on_the_platform(platform, rows, prompt_tokens, ahead):
     resolved = ExecutionConfig().resolve(platform)
-    assert (resolved.min_row_bucket, resolved.min_prefill_bucket) == (rows, tiles)
+    assert (resolved.min_row_bucket, resolved.min_prefill_bucket) == (rows, prompt_tokens)
     assert resolved.compile_ahead is ahead
+    assert (resolved.max_in_flight, resolved.tokens_per_dispatch) == (2, 1)
+    assert resolved.kernels == "auto"

@@ -11,7 +11,7 @@ from rlt_jax import LLM, CacheConfig, ExecutionConfig, LLMEngine, SamplingParams
 OPTIONS = {
     "cache_config": CacheConfig(num_blocks=64, block_size=8),
     "scheduler_config": SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16),
-    "execution_config": ExecutionConfig(min_row_bucket=2, min_prefill_bucket=2),
+    "execution_config": ExecutionConfig(min_row_bucket=2, min_prefill_bucket=16),
 }
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 
@@ -176,7 +176,7 @@ def test_each_engine_can_name_its_own_compilation_cache(checkpoint, tmp_path):
         for name, blocks in (("one", 9), ("two", 13)):
             cache = CacheConfig(num_blocks=blocks, block_size=8, layout="shared")
             execution = ExecutionConfig(
-                compilation_cache_dir=str(tmp_path / name), min_row_bucket=2, min_prefill_bucket=2
+                compilation_cache_dir=str(tmp_path / name), min_row_bucket=2, min_prefill_bucket=16
             )
             engine = LLMEngine(
                 checkpoint, **{**OPTIONS, "cache_config": cache, "execution_config": execution}

@@ -16,7 +16,7 @@ PER_TASK = 334  # six tasks: 2,004 problems
 
 
 def ouro_tiny(**options) -> LLM:
-    programs = ExecutionConfig(min_row_bucket=16, min_prefill_bucket=4)  # few, so less compiling
+    programs = ExecutionConfig(min_row_bucket=16, min_prefill_bucket=64)  # few, so less compiling
     return LLM("ouro-tiny", scheduler_config=BATCHING, execution_config=programs, **options)
 
 

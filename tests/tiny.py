@@ -7,6 +7,6 @@ TINY = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16, "intermediate": 4
 OPTIONS = {
     "cache_config": CacheConfig(num_blocks=256),
     "scheduler_config": SchedulerConfig(max_num_seqs=4),
-    "execution_config": ExecutionConfig(min_row_bucket=4, min_prefill_bucket=8),
+    "execution_config": ExecutionConfig(min_row_bucket=4, min_prefill_bucket=128),
 }
 ADAPTIVE = SamplingParams(max_tokens=12, exit_threshold=0.5, ignore_eos=True)

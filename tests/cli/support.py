@@ -3,7 +3,7 @@
 import io
 import json
 
-SMALL = ["--num-blocks=256", "--max-num-seqs=4", "--min-row-bucket=4", "--min-prefill-bucket=8"]
+SMALL = ["--num-blocks=256", "--max-num-seqs=4", "--min-row-bucket=4", "--min-prefill-bucket=128"]
 ADAPTIVE = ["--max-tokens=12", "--exit-threshold=0.5", "--ignore-eos"]
 PROMPTS = ["Hello", "the quick brown fox"]
 

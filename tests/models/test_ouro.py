@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from rlt_jax.kernels.paged_attention import PagedKV, TileBatch
+from rlt_jax.kernels.kv_update.reference import apply_rotary
+from rlt_jax.kernels.paged_kv import PagedKV, RowBatch, TileBatch
+from rlt_jax.kernels.residual_norm import rms_norm
+from rlt_jax.kernels.selection import REFERENCE
 from rlt_jax.models import ouro
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
 from tests import support
@@ -22,7 +25,7 @@ F32, BF16 = DTypePolicy("float32"), DTypePolicy("bfloat16")
 PAGE = 4
 MAX_TOKENS = 24
 
-recurrent = jax.jit(ouro.recurrent, static_argnums=(0, 1), donate_argnums=4)
+recurrent = jax.jit(ouro.recurrent, static_argnums=(0, 1, 2), donate_argnums=5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,11 @@ def error(a, b) -> float:
 
 def random_tokens(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 97, shape).astype(np.int32)
+
+
+def three_prompts(seed: int) -> list[np.ndarray]:
+    """The first of 21 tokens; of one length for all tests, so that they share programs."""
+    return [random_tokens(seed + i, length) for i, length in enumerate((21, 3, 16))]
 
 
 def make(overrides: dict, seed: int = 0, dtype: str = "float32"):
@@ -76,26 +84,33 @@ def to_loop(policy: DTypePolicy, params: OuroParams, hidden_td) -> Loop:
 
 
 def run_tiles(
-    config, policy, params, tokens, tile: int, planes: int = 4, loops: int = 4
-) -> list[Loop]:
-    """One request's tokens in tiles of `tile` positions, all in one batch, loop after loop."""
-    length = len(tokens)
-    count = -(-length // tile)
-    positions = np.arange(count * tile, dtype=np.int32).reshape(count, tile)
-    kv, tables = empty_kv(config, 1, planes, policy.dtype)
-    padded = np.pad(tokens, (0, count * tile - length)).reshape(count, tile)
-    hidden = ouro.prelude(params, jnp.asarray(padded))
-    results = []
+    config, policy, params, prompts, tile: int = 16, planes: int = 4, loops: int = 4
+) -> list[list[Loop]]:
+    """Prompts packed one after the other in tiles of at most `tile` rows, all in one batch, loop
+    after loop; the last tile and the last rows are padding. Returns each prompt's loops."""
+    tiles = [
+        (request, start, min(tile, len(tokens) - start))
+        for request, tokens in enumerate(prompts)
+        for start in range(0, len(tokens), tile)
+    ]
+    owners, starts, counts = np.array([*tiles, (0, 0, 0)], np.int32).T
+    packed = np.pad(np.concatenate(prompts), (0, 5))
+    kv, tables = empty_kv(config, len(prompts), planes, policy.dtype)
+    hidden = ouro.prelude(params, jnp.asarray(packed))
+    ends = np.cumsum([len(tokens) for tokens in prompts])
+    results = [[] for _ in prompts]
     for depth in range(1, loops + 1):
         batch = TileBatch(
-            tables_np=np.repeat(tables, count, axis=0),
-            positions_nq=positions,
-            valid_nq=positions < length,
-            depths_n=np.full(count, depth, np.int32),
+            tables_np=tables[owners],
+            starts_n=starts,
+            counts_n=counts,
+            depths_n=np.full_like(starts, depth),
+            num_rows=len(packed),
+            tile_rows=tile,
         )
-        hidden, kv = recurrent(config, policy, params, hidden, kv, batch)
-        flat = hidden.reshape(count * tile, -1)[:length]
-        results.append(to_loop(policy, params, flat))
+        hidden, kv = recurrent(config, policy, REFERENCE, params, hidden, kv, batch)
+        for result, end, tokens in zip(results, ends, prompts):
+            result.append(to_loop(policy, params, hidden[end - len(tokens) : end]))
     return results
 
 
@@ -118,14 +133,14 @@ def run_rows(config, policy, params, tokens_rt, planes: int = 4) -> list[list[Lo
         position = np.where(valid, position, 0)
         starts = (depth == 0)[:, None]
         hidden = np.where(starts, embedded[np.arange(requests), position], hidden)
-        batch = TileBatch(
-            tables_np=tables,
-            positions_nq=position[:, None].astype(np.int32),
-            valid_nq=valid[:, None],
-            depths_n=(depth + 1).astype(np.int32),
+        batch = RowBatch(
+            tables_rp=tables,
+            positions_r=position.astype(np.int32),
+            depths_r=(depth + 1).astype(np.int32),
+            valid_r=valid,
         )
-        out, kv = recurrent(config, policy, params, hidden[:, None], kv, batch)
-        hidden = np.asarray(out[:, 0])
+        out, kv = recurrent(config, policy, REFERENCE, params, hidden, kv, batch)
+        hidden = np.asarray(out)
         for row in np.flatnonzero(valid):
             got[row, depth[row], position[row]] = hidden[row]
     return [[to_loop(policy, params, jnp.asarray(loop)) for loop in row] for row in got]
@@ -192,11 +207,11 @@ two_models = pytest.mark.parametrize("overrides", list(MODELS.values())[::2], id
 @pytest.mark.torch
 @all_models
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_prefill_tiles_equal_pytorch_in_every_loop(overrides, seed):
+def test_packed_prompts_equal_pytorch_in_every_loop(overrides, seed):
     raw, tensors, config, params = make(overrides, seed)
-    tokens = random_tokens(seed, 21)  # the last tile of 16 is partly padding
-    got = run_tiles(config, F32, params, tokens, 16)
-    assert_loops_agree(got, torch_loops(raw, tensors, tokens))
+    prompts = three_prompts(seed)
+    for tokens, got in zip(prompts, run_tiles(config, F32, params, prompts)):
+        assert_loops_agree(got, torch_loops(raw, tensors, tokens))
 
 
 @pytest.mark.torch
@@ -231,7 +246,7 @@ def test_total_ut_steps_can_be_lowered():
     fewer = config.with_total_ut_steps(steps)
     assert fewer == dataclasses.replace(config, total_ut_steps=steps)
     tokens = random_tokens(3, 21)
-    got = run_tiles(fewer, F32, params, tokens, 16, planes=steps, loops=fewer.total_ut_steps)
+    (got,) = run_tiles(fewer, F32, params, [tokens], planes=steps, loops=fewer.total_ut_steps)
     expected = torch_loops(raw, tensors, tokens)
     assert_loops_agree(got, expected[:steps])
     assert_loops_agree(got, torch_loops(raw, tensors, tokens, loops=steps))
@@ -274,9 +289,9 @@ def test_bfloat16_stays_near_f32(overrides):
     0.019 and 0.028 after loops 1 to 4.
     """
     _, tensors, config = bfloat16_model(overrides, seed=1)
-    tokens = random_tokens(1, 21)
-    exact = run_tiles(config, F32, support.fuse(config, tensors), tokens, 16)
-    rounded = run_tiles(config, BF16, support.fuse(config, tensors, "bfloat16"), tokens, 16)
+    prompts = three_prompts(1)
+    exact, *_ = run_tiles(config, F32, support.fuse(config, tensors), prompts)
+    rounded, *_ = run_tiles(config, BF16, support.fuse(config, tensors, "bfloat16"), prompts)
     for loops, (a, b) in enumerate(zip(rounded, exact), start=1):
         assert 1e-4 < relative_rms(a.hidden, b.hidden) <= 0.008 * loops
         assert 1e-4 < relative_rms(a.logits, b.logits) <= 0.008 * loops
@@ -287,10 +302,10 @@ def test_bfloat16_stays_near_f32(overrides):
 def test_bfloat16_is_as_exact_as_pytorch_in_bfloat16(overrides):
     """The same rounding points give the same error: over three seeds the ratio is 0.77 to 1.06."""
     raw, tensors, config = bfloat16_model(overrides, seed=1)
-    tokens = random_tokens(1, 21)
-    exact = torch_loops(raw, tensors, tokens)
-    theirs = torch_loops(raw, tensors, tokens, dtype="bfloat16")
-    ours = run_tiles(config, BF16, support.fuse(config, tensors, "bfloat16"), tokens, 16)
+    prompts = three_prompts(1)
+    exact = torch_loops(raw, tensors, prompts[0])
+    theirs = torch_loops(raw, tensors, prompts[0], dtype="bfloat16")
+    ours, *_ = run_tiles(config, BF16, support.fuse(config, tensors, "bfloat16"), prompts)
     for a, b, truth in zip(ours, theirs, exact):
         for name in ("hidden", "logits"):
             mine, other, target = (getattr(loop, name) for loop in (a, b, truth))
@@ -303,8 +318,9 @@ def test_bfloat16_is_as_exact_as_pytorch_in_bfloat16(overrides):
 def test_tiles_and_rows_agree():
     _, _, config, params = make({}, seed=4)
     tokens_rt = random_tokens(4, 3, 21)
-    for tokens, rows in zip(tokens_rt, run_rows(config, F32, params, tokens_rt)):
-        assert_loops_agree(run_tiles(config, F32, params, tokens, 16), rows)
+    tiles = run_tiles(config, F32, params, list(tokens_rt), tile=4)
+    for packed, alone in zip(tiles, run_rows(config, F32, params, tokens_rt)):
+        assert_loops_agree(packed, alone)
 
 
 # --- numerics ------------------------------------------------------------------------------------
@@ -328,7 +344,7 @@ def test_rms_norm_in_bfloat16_rounds_once_before_the_weight_and_once_after(eps, 
     low, high = low.astype(np.float32).astype(x.dtype), high.astype(np.float32).astype(x.dtype)
     sure = low == high
     assert sure.mean() > 0.99
-    norm = exactly(ouro.rms_norm, static_argnums=2) if compiled else ouro.rms_norm
+    norm = exactly(rms_norm, static_argnums=2) if compiled else rms_norm
     out = np.asarray(norm(jnp.asarray(x), jnp.asarray(weight), eps))
     assert out.dtype == ml_dtypes.bfloat16
     assert np.array_equal(out[sure], (low * weight)[sure])
@@ -343,19 +359,19 @@ def test_rms_norm_in_f32():
     weight = rng.standard_normal(96).astype(np.float32)
     exact = x.astype(np.float64)
     exact = exact / np.sqrt((exact * exact).mean(-1, keepdims=True) + 1e-6) * weight
-    assert error(ouro.rms_norm(jnp.asarray(x), jnp.asarray(weight), 1e-6), exact) <= 1e-6
-    assert not np.asarray(ouro.rms_norm(jnp.zeros((2, 96)), jnp.asarray(weight), 1e-6)).any()
+    assert error(rms_norm(jnp.asarray(x), jnp.asarray(weight), 1e-6), exact) <= 1e-6
+    assert not np.asarray(rms_norm(jnp.zeros((2, 96)), jnp.asarray(weight), 1e-6)).any()
 
 
 @pytest.mark.parametrize("dtype, rounding", [("float32", 0.0), ("bfloat16", 2.0**-9)])
 @pytest.mark.parametrize("head_dim, theta", [(128, 1e6), (16, 1e4)])
 def test_rotary_angles_are_never_rounded_below_f32(head_dim, theta, dtype, rounding):
     """At position 60,000 an angle rounded to bf16 would be off by up to 128 radians."""
-    positions = np.array([[0, 1, 4097, 60_000, 65_535]])
+    positions = np.array([0, 1, 4097, 60_000, 65_535])
     cos, sin = ouro.rotary_angles(jnp.asarray(positions), head_dim, theta, jnp.dtype(dtype))
-    assert cos.shape == sin.shape == (1, 5, 1, head_dim // 2)
+    assert cos.shape == sin.shape == (5, head_dim // 2)
     assert cos.dtype == sin.dtype == jnp.dtype(dtype)
-    angles = positions[..., None, None] * theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    angles = positions[:, None] * theta ** -(np.arange(0, head_dim, 2) / head_dim)
     # Power, reciprocal and product in f32, each within an ulp; then cos and sin themselves.
     bound = angles * 4 * 2.0**-24 + 2.0**-22 + rounding
     assert (np.abs(np.asarray(cos, np.float64) - np.cos(angles)) <= bound).all()
@@ -364,8 +380,8 @@ def test_rotary_angles_are_never_rounded_below_f32(head_dim, theta, dtype, round
 
 def test_rotary_turns_the_halves_and_not_the_neighbours():
     """[1, 2, 3, 4] at position 3: the pairs (1, 3) and (2, 4), by 3 and by 0.3 radians."""
-    cos, sin = ouro.rotary_angles(jnp.array([[3]]), 4, 100.0, jnp.float32)
-    out = ouro.apply_rotary(jnp.array([1.0, 2, 3, 4]).reshape(1, 1, 1, 4), cos, sin)
+    cos, sin = ouro.rotary_angles(jnp.array([3]), 4, 100.0, jnp.float32)
+    out = apply_rotary(jnp.array([1.0, 2, 3, 4]).reshape(1, 1, 4), cos, sin)
     turned = [complex(1, 3) * np.exp(3j), complex(2, 4) * np.exp(0.3j)]
     expected = [*np.real(turned), *np.imag(turned)]
     np.testing.assert_allclose(np.asarray(out).ravel(), expected, rtol=1e-6)
@@ -384,16 +400,20 @@ def dot_generals(jaxpr) -> list:
     return found
 
 
-def stages_jaxpr(policy: DTypePolicy):
-    """The jaxpr of one loop, the gate and the head."""
+def stages_jaxpr(policy: DTypePolicy, rows: bool):
+    """The jaxpr of one loop of decode rows or of a prompt's tile, the gate and the head."""
     _, _, config, params = make({}, dtype=policy.dtype)
     kv, tables = empty_kv(config, 1, 4, policy.dtype)
-    ones = np.ones((1, 1), np.int32)
-    batch = TileBatch(tables, ones, ones > 0, ones[0])
+    ones = np.ones(1, np.int32)
+    batch = (
+        RowBatch(tables, ones, ones, ones > 0)
+        if rows
+        else TileBatch(tables, ones, ones, ones, num_rows=1, tile_rows=4)
+    )
 
     def stages(params, kv, batch):
-        hidden = ouro.prelude(params, batch.positions_nq)
-        hidden, kv = ouro.recurrent(config, policy, params, hidden, kv, batch)
+        hidden = ouro.prelude(params, jnp.asarray(ones))
+        hidden, kv = ouro.recurrent(config, policy, REFERENCE, params, hidden, kv, batch)
         return kv, ouro.exit_probability(params, hidden), ouro.coda(policy, params, hidden)
 
     return jax.make_jaxpr(stages)(params, kv, batch).jaxpr
@@ -402,15 +422,20 @@ def stages_jaxpr(policy: DTypePolicy):
 HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
-def test_every_f32_product_has_the_highest_precision():
+decode_and_prefill = pytest.mark.parametrize("rows", [True, False], ids=["decode", "prefill"])
+
+
+@decode_and_prefill
+def test_every_f32_product_has_the_highest_precision(rows):
     """Anything less is TF32 on a GPU."""
-    dots = dot_generals(stages_jaxpr(F32))
+    dots = dot_generals(stages_jaxpr(F32, rows))
     assert len(dots) == 2 * 6 + 2  # 4 matrices and 2 attention products a layer; gate, head
     assert {dot.params["precision"] for dot in dots} == {HIGHEST}
 
 
-def test_in_bfloat16_gate_and_logits_are_f32():
-    dots = dot_generals(stages_jaxpr(BF16))
+@decode_and_prefill
+def test_in_bfloat16_gate_and_logits_are_f32(rows):
+    dots = dot_generals(stages_jaxpr(BF16, rows))
     vectors = [dot for dot in dots if dot.invars[0].aval.dtype == jnp.float32]
     assert vectors and {dot.params["precision"] for dot in vectors} == {HIGHEST}
     _, _, _, params = make({}, dtype="bfloat16")

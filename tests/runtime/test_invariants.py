@@ -3,76 +3,130 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from rlt_jax.assembly import plan_buckets
 from rlt_jax.config import CacheConfig, ExecutionConfig, SchedulerConfig
+from rlt_jax.engine.types import Stage
 from rlt_jax.models.ouro import DTypePolicy
 from rlt_jax.runtime import compilation
 from rlt_jax.runtime.compilation import Buckets, LateCompileError, Programs
+from rlt_jax.runtime.device_state import abstract_state, tree_bytes
 from rlt_jax.runtime.programs import Kind
 from rlt_jax.sampling_params import SamplingParams
-from tests.support import SHAPES, build_engine, drive, random_work
+from tests.support import SHAPES, build_engine, drive, random_work, watch
 
-MANY = SamplingParams(max_tokens=60, exit_threshold=0.6, temperature=0.7, seed=1)
+ADAPTIVE = SamplingParams(max_tokens=45, exit_threshold=0.6, temperature=0.7, seed=1)
+FULL_DEPTH = SamplingParams(max_tokens=45)
 
 
 def mixed_work():
-    """Greedy and sampling rows, fixed and adaptive depth, several prompt lengths."""
-    return random_work(numbers=8, count=10) + random_work(
+    """Greedy and sampling rows, fixed and adaptive depth, several prompt lengths; then rows that
+    run whole tokens only."""
+    work = random_work(numbers=8, count=10) + random_work(
         numbers=9, count=6, temperature=0.9, seed=5, exit_threshold=0.5
     )
+    return [work, random_work(numbers=10, count=3, exit_threshold=1.0, max_loops=4)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_temporaries_do_not_depend_on_the_pool_for_any_program(shape):
+def run_batches(engine, name="") -> int:
+    """Runs mixed_work(); the number of steps."""
+    steps = 0
+    for i, work in enumerate(mixed_work()):
+        for j, one in enumerate(work):
+            engine.core.add_request(f"{name}{i}-{j}", one.prompt, one.params)
+        while engine.core.has_unfinished_requests():
+            engine.core.step()
+            steps += 1
+    return steps
+
+
+LARGEST = [kind for kind in Kind if kind is not Kind.TOKENS_2_GREEDY]
+# The sampler does not touch the pool, and several tokens are one after the other.
+SMALLEST = [Kind.PREFILL, Kind.RECURRENT, Kind.CODA_GREEDY, Kind.BOUNDARY_GREEDY, Kind.TOKEN_GREEDY]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "end"),
+    [
+        *(("roomy", kind, -1) for kind in LARGEST),
+        *(("roomy", kind, 0) for kind in SMALLEST),
+        *(("shared", kind, -1) for kind in LARGEST),
+    ],
+)
+def test_temporaries_do_not_depend_on_the_pool(shape, kind, end):
     """A donated buffer that is copied shows as a temporary of the pool's size."""
-    small = build_engine(shape).programs
+    small = build_engine(shape, tokens_per_dispatch=4).programs
     pages = dataclasses.replace(small.spec.shape, num_pages=4 * small.spec.shape.num_pages)
     large = Programs(dataclasses.replace(small.spec, shape=pages), small.buckets, small.device)
+    temporaries = []
     for programs in (small, large):
-        programs.warm_up()
-    for key in small.all_keys():
-        sizes = [p.get(*key).memory_analysis().temp_size_in_bytes for p in (small, large)]
-        assert sizes[0] == sizes[1], key
+        analysis = programs.get(kind, small.buckets.of(kind)[end]).memory_analysis()
+        temporaries.append(analysis.temp_size_in_bytes)
+        spec = programs.spec
+        state = abstract_state(spec.config, spec.policy, spec.shape)
+        assert analysis.alias_size_in_bytes >= tree_bytes(state)
+    assert temporaries[0] == temporaries[1]
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", [Kind.PREFILL, Kind.BOUNDARY_GREEDY, Kind.TOKEN_GREEDY])
 def test_temporaries_do_not_depend_on_the_pool_in_bfloat16_either(kind):
-    spec = dataclasses.replace(
-        build_engine("roomy").programs.spec, policy=DTypePolicy.on("cpu", "bfloat16")
-    )
+    spec = build_engine("roomy").programs.spec
+    one_layer = dataclasses.replace(spec.config, num_hidden_layers=1)
+    policy = DTypePolicy.on("cpu", "bfloat16")
     sizes = []
     for pages in (16, 64):
         shape = dataclasses.replace(spec.shape, num_pages=pages)
-        one = Programs(
-            dataclasses.replace(spec, shape=shape), Buckets((1,), (1,)), jax.devices()[0]
-        )
-        compiled = one.get(kind, one.buckets.of(kind)[0])
+        small = dataclasses.replace(spec, config=one_layer, policy=policy, shape=shape)
+        programs = Programs(small, Buckets((1,), (1,)), jax.devices()[0])
+        compiled = programs.get(kind, programs.buckets.of(kind)[0])
         sizes.append(compiled.memory_analysis().temp_size_in_bytes)
     assert sizes[0] == sizes[1]
 
 
+def test_a_program_that_copies_the_pool_would_be_noticed():
+    """The measure itself: a gather of every page into a new order cannot be done in place."""
+
+    def shuffle(pool):
+        return pool.at[:].set(jnp.sort(pool, axis=0)[::-1] + jnp.flip(pool, 0))
+
+    sizes = []
+    for pages in (64, 256):
+        pool = jax.ShapeDtypeStruct((pages, 128), jnp.float32)
+        compiled = jax.jit(shuffle, donate_argnums=0).lower(pool).compile()
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert sizes[1] >= sizes[0] + 192 * 128 * 4
+
+
+@pytest.mark.parametrize("params", [ADAPTIVE, FULL_DEPTH], ids=["adaptive", "full depth"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_kv_pool_stays_at_its_address_over_200_steps(shape):
+def test_the_kv_pool_stays_at_its_address_over_200_steps(shape, params):
     engine = build_engine(shape)
-    core = engine.core
+    core, watched = engine.core, watch(engine)
     address = engine.runner.state.kv.pool.unsafe_buffer_pointer()
     for i in range(4):
-        core.add_request(str(i), [i + 1, 2, 3], MANY)
+        core.add_request(str(i), [i + 1, 2, 3], params)
     for step in range(200):
         if not core.has_unfinished_requests():
-            core.add_request(f"more {step}", [5] * 17, MANY)
+            core.add_request(f"more {step}", [5] * 17, params)
         core.step()
         assert engine.runner.state.kv.pool.unsafe_buffer_pointer() == address, step
+    stages = {batch.stage for batch in watched.batches}
+    assert (Stage.BOUNDARY if params is ADAPTIVE else Stage.TOKENS) in stages
+    assert watched.most_in_flight == 2
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nothing_compiles_in_a_run_of_200_steps_after_warm_up(shape, monkeypatch):
     monkeypatch.setattr(compilation, "late_compile_is_error", True)
-    engine = build_engine(shape)
+    engine = build_engine(shape, tokens_per_dispatch=4)
     engine.programs.warm_up()
-    drive(engine, mixed_work())  # the first fetches and transfers of a process may compile
+    watched = watch(engine)
+    run_batches(engine)  # the first fetches and transfers of a process may compile
+    assert {batch.stage for batch in watched.batches} == set(Stage)
+    assert {batch.num_tokens for batch in watched.batches} == {1, 4}
     compiles = []
 
     def listen(event, *_, **__):
@@ -81,23 +135,28 @@ def test_nothing_compiles_in_a_run_of_200_steps_after_warm_up(shape, monkeypatch
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        steps = 0
-        for round_ in range(20):
-            work = mixed_work()
-            before = engine.core.scheduler.stats()
-            assert before["running"] == 0
-            for i, one in enumerate(work):
-                engine.core.add_request(f"{round_}-{i}", one.prompt, one.params)
-            while engine.core.has_unfinished_requests():
-                engine.core.step()
-                steps += 1
-            if steps >= 200:
-                break
-        assert steps >= 200
+        steps, rounds = 0, 0
+        while steps < 200:
+            rounds += 1
+            steps += run_batches(engine, f"{rounds}-")
         assert compiles == []
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert engine.programs.late_compiles == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_running_every_program_without_rows_leaves_the_state_as_it_was(shape):
+    engine = build_engine(shape, tokens_per_dispatch=4)
+    drive(engine, random_work(numbers=12, count=6))
+
+    def contents():
+        return [np.array(leaf).tobytes() for leaf in jax.tree.leaves(engine.runner.state)]
+
+    before = contents()
+    assert len(set(before)) >= 6 and any(before[0])
+    engine.runner.run_all()
+    assert contents() == before
 
 
 def test_one_executable_per_program_and_bucket_at_most_40():
@@ -109,30 +168,42 @@ def test_one_executable_per_program_and_bucket_at_most_40():
     assert engine.programs.get(*keys[0]) is build_engine("roomy").programs.get(*keys[0])
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize(("platform", "count"), [("cpu", 29), ("gpu", 37)])
 @pytest.mark.parametrize("layout", ["last_exited", "shared"])
-def test_default_settings_need_at_most_40_executables(platform, layout):
+def test_default_settings_need_at_most_40_executables(platform, count, layout):
     buckets = plan_buckets(
         CacheConfig(layout=layout),
         SchedulerConfig().resolve(platform),
         ExecutionConfig().resolve(platform),
     )
-    assert sum(len(buckets.of(kind)) for kind in Kind) <= 40
+    rows, codas = len(buckets.rows), len(buckets.of(Kind.CODA_GREEDY))
+    assert codas == -(-rows // 2) and buckets.of(Kind.CODA_GREEDY)[-1] == buckets.rows[-1]
+    assert sum(len(buckets.of(kind)) for kind in Kind) == count <= 40
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_only_the_program_of_the_tokens_asked_for_can_be_reached(tokens):
+    programs = build_engine("tight", tokens_per_dispatch=tokens).programs
+    kinds = {kind for kind, _ in programs.all_keys()}
+    several = {1: set(), 2: {Kind.TOKENS_2_GREEDY}, 4: {Kind.TOKENS_4_GREEDY}}[tokens]
+    assert kinds == set(Kind) - {Kind.TOKENS_2_GREEDY, Kind.TOKENS_4_GREEDY} | several
+    # Options of the scheduler do not make other programs of the rest.
+    assert programs.spec == build_engine("tight").programs.spec
 
 
 def test_a_compile_after_warm_up_is_counted_warned_of_and_an_error_in_tests(monkeypatch, caplog):
     shape = dataclasses.replace(SHAPES["shared"], num_blocks=60)
     programs = build_engine(shape).programs
-    monkeypatch.setattr(programs, "all_keys", lambda: [(Kind.PRELUDE, 1)])
+    monkeypatch.setattr(programs, "all_keys", lambda: [(Kind.SET_SLOTS, 8)])
     programs.warm_up()
-    programs.get(Kind.PRELUDE, 1)
+    programs.get(Kind.SET_SLOTS, 8)
     assert programs.late_compiles == 0
-    programs.get(Kind.PRELUDE, 2)
+    programs.get(Kind.CODA_GREEDY, 4)
     assert programs.late_compiles == 1
-    assert "prelude_2 was compiled after warm-up" in caplog.text
+    assert "coda_greedy_4 was compiled after warm-up" in caplog.text
     monkeypatch.setattr(compilation, "late_compile_is_error", True)
-    with pytest.raises(LateCompileError, match="prelude_4"):
-        programs.get(Kind.PRELUDE, 4)
+    with pytest.raises(LateCompileError, match="coda_greedy_1"):
+        programs.get(Kind.CODA_GREEDY, 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

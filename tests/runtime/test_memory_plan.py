@@ -6,20 +6,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rlt_jax.assembly import plan_buckets
-from rlt_jax.config import CacheConfig, ExecutionConfig, SchedulerConfig
+from rlt_jax.config import CacheConfig
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig
 from rlt_jax.runtime import memory_plan
-from rlt_jax.runtime.compilation import Buckets, Programs
+from rlt_jax.runtime.compilation import Buckets
 from rlt_jax.runtime.device_state import abstract_state, tree_bytes
 from rlt_jax.runtime.memory_plan import MemoryPlan, plan_memory
-from rlt_jax.runtime.programs import Kind, ProgramSpec
-from tests import support
+from rlt_jax.runtime.programs import Kind
 from tests.reference.checkpoints import tensor_shapes
 from tests.support import OURO_1_4B
 
 CPU = jax.devices("cpu")[0]
-BUCKETS = Buckets(rows=(1, 2, 4, 8), tiles=(1, 2, 4, 8, 16))
+BUCKETS = Buckets(rows=(1, 2, 4, 8), prompts=(1, 2, 4, 8, 16))
 GIB = 2**30
 
 BLOCK = 3_145_728  # 24 layers * 16 tokens * 16 heads * 128 * (K and V) * 2 bytes
@@ -280,7 +278,7 @@ def test_device_plan_compiles_the_largest_buckets_with_the_least_pool(fake_gpu, 
     plan(slots=128, device=fake_gpu)
     shape = compiler.spec.shape
     assert (shape.num_pages, shape.planes, shape.table_width) == (1, 4, 4096)
-    largest = {Kind.PREFILL: 16, Kind.RECURRENT_GATED: 8, Kind.CODA_SAMPLE: 8}
+    largest = {Kind.PREFILL: 16, Kind.BOUNDARY_SAMPLE: 8, Kind.TOKEN_SAMPLE: 8}
     assert compiler.asked == largest
 
 
@@ -293,68 +291,3 @@ def test_device_without_room_for_a_page_is_refused(fake_gpu):
     small = dataclasses.replace(fake_gpu, bytes_limit=3_000_000_000)
     with pytest.raises(ValueError, match=r"holds 0 blocks \(source: device_memory.*must be >= 4"):
         plan(device=small)
-
-
-# --- temporaries (invariant 2) -------------------------------------------------------------------
-
-
-def program_spec(name: str) -> tuple[ProgramSpec, Buckets]:
-    """What the engines of tests/support.py compile."""
-    shape = support.SHAPES[name]
-    config = OuroConfig.from_dict(support.small_checkpoint()[0])
-    cache = CacheConfig(
-        layout=shape.layout, block_size=shape.block_size, num_blocks=shape.num_blocks
-    )
-    scheduling = SchedulerConfig(
-        max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.max_num_batched_tokens
-    ).resolve("cpu")
-    execution = ExecutionConfig(
-        min_row_bucket=shape.min_row_bucket, min_prefill_bucket=shape.min_prefill_bucket
-    ).resolve("cpu")
-    buckets = plan_buckets(cache, scheduling, execution)
-    policy = DTypePolicy("float32")
-    planned = plan_memory(config, policy, cache, shape.max_num_seqs, buckets, CPU)
-    state = planned.state_shape(shape.max_num_seqs, config.max_position_embeddings)
-    return ProgramSpec(config, policy, state), buckets
-
-
-def with_pages(spec: ProgramSpec, factor: int) -> ProgramSpec:
-    shape = dataclasses.replace(spec.shape, num_pages=factor * spec.shape.num_pages)
-    return dataclasses.replace(spec, shape=shape)
-
-
-SMALLEST, LARGEST = 0, -1
-SOME_PROGRAMS = [
-    *(("roomy", kind, LARGEST) for kind in Kind),
-    *(("shared", kind, SMALLEST) for kind in Kind),
-    ("shared", Kind.PREFILL, LARGEST),
-]
-
-
-@pytest.mark.parametrize("name, kind, end", SOME_PROGRAMS)
-def test_temporaries_do_not_depend_on_the_pool(name, kind, end):
-    """Equal at pool size N and 4N, and the donated state comes back in place."""
-    spec, buckets = program_spec(name)
-    temporaries = []
-    for factor in (1, 4):
-        sized = with_pages(spec, factor)
-        program = Programs(sized, buckets, CPU).get(kind, buckets.of(kind)[end])
-        analysis = program.memory_analysis()
-        temporaries.append(analysis.temp_size_in_bytes)
-        state = abstract_state(sized.config, sized.policy, sized.shape)
-        assert analysis.alias_size_in_bytes >= tree_bytes(state)
-    assert temporaries[0] == temporaries[1]
-
-
-def test_a_program_that_copies_the_pool_would_be_noticed():
-    """The measure itself: a gather of every page into a new order cannot be done in place."""
-
-    def shuffle(pool):
-        return pool.at[:].set(jnp.sort(pool, axis=0)[::-1] + jnp.flip(pool, 0))
-
-    sizes = []
-    for pages in (64, 256):
-        pool = jax.ShapeDtypeStruct((pages, 128), jnp.float32)
-        compiled = jax.jit(shuffle, donate_argnums=0).lower(pool).compile()
-        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
-    assert sizes[1] >= sizes[0] + 192 * 128 * 4

@@ -4,13 +4,20 @@ import jax
 import numpy as np
 import pytest
 
-from rlt_jax.runtime.step_input import PackedLayout, prefill_layout, row_layout, slot_layout
+from rlt_jax.runtime.step_input import (
+    PackedLayout,
+    prompt_layout,
+    row_layout,
+    shared_prompt_layout,
+    slot_layout,
+)
 
 F32, I32, U32 = np.float32, np.int32, np.uint32
 
 LAYOUTS = {
     "row": row_layout(3),
-    "prefill": prefill_layout(2, 16),
+    "prompt": prompt_layout(16, 3),
+    "shared prompt": shared_prompt_layout(2, 16),
     "slot": slot_layout(4, 5),
     "one of each": PackedLayout((("f", (), F32), ("i", (1,), I32), ("u", (2, 3, 4), U32))),
     "an empty field": PackedLayout((("a", (2,), U32), ("none", (0, 3), F32), ("b", (1,), F32))),
@@ -69,8 +76,9 @@ def test_packed_is_one_flat_int32_array_in_the_order_of_the_fields(layout):
 
 
 def test_sizes_by_hand():
-    assert row_layout(8).size == 4 * 8
-    assert prefill_layout(4, 16).size == 4 * 4 + 4 * 16
+    assert row_layout(8).size == 5 * 8
+    assert prompt_layout(100, 7).size == 4 * 7 + 100
+    assert shared_prompt_layout(4, 16).size == 4 * 4 + 4 * 16
     assert slot_layout(8, 100).size == 8 * (1 + 100 + 1 + 1 + 1 + 2)
 
 
@@ -85,8 +93,14 @@ def test_values_in_any_memory_order_keep_their_places():
 
 def test_lists_and_wider_integers_are_taken():
     layout = row_layout(2)
-    values = {"slot": [1, 2], "position": (3, 4), "depth": np.array([5, 6]), "output_index": [7, 8]}
-    assert layout.pack(values).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    values = {
+        "slot": [1, 2],
+        "position": (3, 4),
+        "depth": np.array([5, 6]),
+        "exit_depth": np.array([7, 8], np.int64),
+        "output_index": range(9, 11),
+    }
+    assert layout.pack(values).tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
 @all_layouts
