@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 WHOLE = pl.BlockSpec(memory_space=pl.ANY)
 
 load, store, dot = plgpu.load, plgpu.store, plgpu.dot
+atomic_add, barrier = plgpu.atomic_add, plgpu.debug_barrier
 
 
 def triton_call(

@@ -49,9 +49,7 @@ def write_and_decode(
     if kernels.decode == "triton":
         from rlt_jax.kernels.paged_decode import triton
 
-        return triton.write_and_decode(
-            qkv_rcx, cos_ry, sin_ry, kv, layer, batch, kernels.interpret
-        )
+        return triton.write_and_decode(qkv_rcx, cos_ry, sin_ry, kv, layer, batch, kernels.interpret)
     places = batch.places(kv)
     q_rhx, kv = rotate_and_write(qkv_rcx, cos_ry, sin_ry, kv, layer, places, kernels)
     return paged_decode(q_rhx, kv, layer, batch, kernels, precision), kv

@@ -1,9 +1,10 @@
 """Paged decode attention as Pallas-Triton kernels (flash decoding).
 
 A row's context is cut into splits at absolute positions, whose length depends on nothing but the
-row's own length. Each split gives an unnormalised sum, its peak and its total weight; a second
-kernel adds a row's splits in ascending order. Which program handles which split, and how many
-programs there are, never shows in the result: a row's bits are the same in any company.
+row's own length. Each split gives an unnormalised sum, its peak and its total weight; the program
+that finishes a row and head last adds their splits in ascending order. Which program that is,
+which one handles which split, and how many there are, never shows in the result: a row's bits are
+the same in any company.
 """
 
 import functools
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from rlt_jax.kernels.compat import WHOLE, load, store, triton_call
+from rlt_jax.kernels.compat import WHOLE, atomic_add, barrier, load, store, triton_call
 from rlt_jax.kernels.kv_update.triton import load_rotated
 from rlt_jax.kernels.paged_decode.triton_splits import (
     MASKED,
@@ -33,8 +34,7 @@ def paged_decode(q_rhx, kv: PagedKV, layer, batch: RowBatch, interpret, config=D
         return q_rhx
     shape = Shape.of(kv, batch, heads, q_rhx.dtype, config)
     operands = (*_batch_operands(layer, batch), q_rhx, kv.pool)
-    parts = _call_splits(paged_decode_splits, shape, rows, operands, interpret)
-    return _combine(parts, batch, shape, interpret)
+    return _call(paged_decode_splits, shape, rows, operands, interpret)[0]
 
 
 def write_and_decode(
@@ -46,10 +46,10 @@ def write_and_decode(
         return jnp.zeros((0, heads, head_dim), qkv_rcx.dtype), kv
     shape = Shape.of(kv, batch, heads, qkv_rcx.dtype, config)
     operands = (*_batch_operands(layer, batch), qkv_rcx, cos_ry, sin_ry, kv.pool)
-    *parts, pool = _call_splits(
+    out_rhx, *_, pool = _call(
         write_and_decode_splits, shape, rows, operands, interpret, writes=True
     )
-    return _combine(parts, batch, shape, interpret), kv.replace(pool=pool)
+    return out_rhx, kv.replace(pool=pool)
 
 
 def _batch_operands(layer, batch: RowBatch):
@@ -57,20 +57,26 @@ def _batch_operands(layer, batch: RowBatch):
     return layer, batch.tables_rp, batch.positions_r, batch.depths_r, batch.valid_r
 
 
-def _call_splits(body, shape: Shape, rows, operands, interpret, writes=False):
-    """Runs `body` for each row, K/V head and lane. Returns (sums, peaks, totals[, pool])."""
+def _call(body, shape: Shape, rows, operands, interpret, writes=False):
+    """Runs `body` for each row, K/V head and lane. Returns (out_rhx, ...[, pool])."""
     config, splits = shape.config, shape.max_splits
     lanes = config.lanes(rows, shape.kv_heads, splits)
     heads_first = (shape.kv_heads, lanes, rows)
-    outs = [
+    out = jax.ShapeDtypeStruct((rows, shape.heads, shape.head_dim), shape.q_dtype)
+    parts = [
         jax.ShapeDtypeStruct((rows, splits, shape.heads, *width), jnp.float32)
         for width in ((shape.width,), (), ())
     ]
+    arrivals = jnp.zeros((rows, shape.kv_heads), jnp.int32)
     pool = operands[-1]
+    operands = (*operands, arrivals)
+    outs = [out, *parts, jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype)]
+    aliases = {len(operands) - 1: len(outs) - 1}
     if writes:
+        aliases[len(operands) - 2] = len(outs)
         outs.append(jax.ShapeDtypeStruct(pool.shape, pool.dtype))
     return triton_call(
-        functools.partial(body, shape=shape, lanes=lanes),
+        functools.partial(body, shape=shape, lanes=lanes, interpret=interpret),
         grid=heads_first if config.heads_first else (rows, shape.kv_heads, lanes),
         out_shape=outs,
         in_specs=[WHOLE] * len(operands),
@@ -79,7 +85,7 @@ def _call_splits(body, shape: Shape, rows, operands, interpret, writes=False):
         num_stages=config.num_stages if shape.uses_dot else 1,
         interpret=interpret,
         name=body.__name__,
-        input_output_aliases={len(operands) - 1: 3} if writes else {},
+        input_output_aliases=aliases,
     )(*operands)
 
 
@@ -91,10 +97,14 @@ def paged_decode_splits(
     valid_ref,
     q_ref,
     pool_ref,
-    *part_refs,
+    _,
+    out_ref,
+    *work_refs,
     shape,
     lanes,
+    interpret,
 ):
+    *part_refs, arrivals_ref = work_refs
     row = Row(shape, layer_ref, tables_ref, positions_ref, depths_ref, valid_ref)
 
     def load_q(heads, at_x, mask):
@@ -110,6 +120,9 @@ def paged_decode_splits(
             attends.store(attends.attend(first, end, attends.nothing()), split, part_refs)
 
         row.for_each_split(lanes, attend)
+        _finish(row, lanes, part_refs, arrivals_ref, out_ref, interpret)
+
+    _finish_empty(row, out_ref)
 
 
 def write_and_decode_splits(
@@ -122,12 +135,15 @@ def write_and_decode_splits(
     cos_ref,
     sin_ref,
     pool_in_ref,
-    *out_refs,
+    _,
+    out_ref,
+    *work_refs,
     shape,
     lanes,
+    interpret,
 ):
     """As above, but the row's own token comes from its projection, never from the pool."""
-    *part_refs, pool_ref = out_refs
+    *part_refs, arrivals_ref, pool_ref = work_refs
     row = Row(shape, layer_ref, tables_ref, positions_ref, depths_ref, valid_ref)
 
     def load_q(heads, at_x, mask):
@@ -151,6 +167,10 @@ def write_and_decode_splits(
         def _():
             _write(row, pool_ref, own_kv)
 
+        _finish(row, lanes, part_refs, arrivals_ref, out_ref, interpret)
+
+    _finish_empty(row, out_ref)
+
 
 def _own_token(row: Row, qkv_ref, load_rotated_head):
     """The row's own K and V [x], as the pool will hold them."""
@@ -173,45 +193,53 @@ def _write(row: Row, pool_ref, own_kv):
         store(place, own_x, mask=at_x < shape.head_dim)
 
 
-def _combine(parts, batch: RowBatch, shape: Shape, interpret):
-    rows = batch.positions_r.shape[0]
-    return triton_call(
-        functools.partial(combine_splits, shape=shape),
-        grid=(shape.heads, rows),
-        out_shape=jax.ShapeDtypeStruct((rows, shape.heads, shape.head_dim), shape.q_dtype),
-        in_specs=[WHOLE] * 5,
-        out_specs=WHOLE,
-        num_warps=shape.config.combine_warps,
-        num_stages=1,
-        interpret=interpret,
-        name="combine_splits",
-    )(batch.positions_r, batch.valid_r, *parts)
+def _finish(row: Row, lanes, part_refs, arrivals_ref, out_ref, interpret):
+    """Adds the splits of the row's heads, in the program that comes last."""
+    if not interpret:  # there, programs run one after the other
+        barrier()  # every thread's parts are stored before this program counts
+    arrived = atomic_add(arrivals_ref, (row.row, row.kv_head), jnp.int32(1))
+
+    @pl.when(arrived == jnp.minimum(row.splits, lanes) - 1)
+    def _():
+        for i in range(row.shape.group):
+            head = row.kv_head * row.shape.group + i
+            _store_head(row, head, _add_splits(row, head, part_refs), out_ref)
 
 
-def combine_splits(positions_ref, valid_ref, sums_ref, peaks_ref, totals_ref, out_ref, *, shape):
-    """Adds a row's splits, some at a time, in ascending order."""
-    head, row = pl.program_id(0), pl.program_id(1)
-    length = jnp.where(valid_ref[row], positions_ref[row] + 1, 0)
-    split_tokens = shape.split_tokens(length)
-    splits = lax.div(length + split_tokens - 1, split_tokens)
-    at_once = shape.config.combine_splits
-    at_x = jnp.arange(shape.width)
+def _finish_empty(row: Row, out_ref):
+    @pl.when((row.splits == 0) & (row.lane == 0))
+    def _():
+        for i in range(row.shape.group):
+            head = row.kv_head * row.shape.group + i
+            _store_head(row, head, jnp.zeros((row.shape.width,), jnp.float32), out_ref)
+
+
+def _store_head(row: Row, head, out_x, out_ref):
+    at_x = jnp.arange(row.shape.width)
+    place = out_ref.at[row.row, head, at_x]
+    store(place, out_x.astype(out_ref.dtype), mask=at_x < row.shape.head_dim)
+
+
+def _add_splits(row: Row, head, part_refs):
+    """A head's splits, some at a time, in ascending order."""
+    sums_ref, peaks_ref, totals_ref = part_refs
+    at_once = row.shape.config.combine_splits
+    at_x = jnp.arange(row.shape.width)
 
     def step(i, state):
         peak, total, sum_x = state
         at_s = i * at_once + jnp.arange(at_once)
-        real_s = at_s < splits
-        peak_s = load(peaks_ref.at[row, at_s, head], mask=real_s, other=MASKED)
-        total_s = load(totals_ref.at[row, at_s, head], mask=real_s, other=0)
-        sums = sums_ref.at[row, at_s[:, None], head, at_x[None]]
+        real_s = at_s < row.splits
+        peak_s = load(peaks_ref.at[row.row, at_s, head], mask=real_s, other=MASKED)
+        total_s = load(totals_ref.at[row.row, at_s, head], mask=real_s, other=0)
+        sums = sums_ref.at[row.row, at_s[:, None], head, at_x[None]]
         sum_sx = load(sums, mask=real_s[:, None], other=0)
         new_peak = jnp.maximum(peak, jnp.max(peak_s))
         decay, weight_s = jnp.exp2(peak - new_peak), jnp.exp2(peak_s - new_peak)
         total = total * decay + jnp.sum(total_s * weight_s)
         return new_peak, total, sum_x * decay + jnp.sum(sum_sx * weight_s[:, None], axis=0)
 
-    start = (jnp.float32(MASKED), jnp.float32(0), jnp.zeros((shape.width,), jnp.float32))
-    steps = lax.div(splits + at_once - 1, jnp.int32(at_once))
+    start = (jnp.float32(MASKED), jnp.float32(0), jnp.zeros((row.shape.width,), jnp.float32))
+    steps = lax.div(row.splits + at_once - 1, jnp.int32(at_once))
     _, total, sum_x = lax.fori_loop(0, steps, step, start)
-    out_x = sum_x / jnp.where(total == 0, 1.0, total)
-    store(out_ref.at[row, head, at_x], out_x.astype(out_ref.dtype), mask=at_x < shape.head_dim)
+    return sum_x / total

@@ -29,7 +29,7 @@ class DecodeConfig:
     programs: wanted at least, by giving each row and K/V head several lanes; min_lanes: of those
     at least. heads_first: neighbouring programs read the heads of a page, and not the same head
     of all rows. dot_group: query heads per K/V head from which on the tensor cores multiply.
-    combine_*: of the second kernel; combine_splits are added at once.
+    combine_splits: added at once in the end.
     """
 
     tokens: int = 64
@@ -43,7 +43,6 @@ class DecodeConfig:
     heads_first: bool = True
     dot_group: int = 1
     combine_splits: int = 8
-    combine_warps: int = 2
 
     def lanes(self, rows: int, kv_heads: int, splits: int) -> int:
         wanted = pl.next_power_of_2(pl.cdiv(self.programs, rows * kv_heads))

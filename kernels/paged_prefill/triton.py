@@ -21,7 +21,6 @@ from rlt_jax.kernels.compat import WHOLE, dot, load, store, triton_call
 from rlt_jax.kernels.paged_kv import PagedKV, TileBatch
 
 _SMALLEST_DOT = 16  # of any side
-_exp2 = jnp.exp2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +121,7 @@ def _kernel(
         tables_ref,
         row=order_ref[tile],
         layer=layer_ref[0],
-        plane=jnp.minimum(depth, planes) - 1,
-        planes=planes,
+        physical_page=functools.partial(PagedKV(None, planes).physical_page, depth=depth),
         head=lax.div(head, q_ref.shape[1] // pool_ref.shape[3]),
         column_x=column_x,
         dtype=q_mx.dtype,
@@ -155,7 +153,7 @@ def _kernel(
 
 
 def _read_block(
-    pool_ref, tables_ref, i, offset_c, valid_c, *, row, layer, plane, planes, head, column_x, dtype
+    pool_ref, tables_ref, i, offset_c, valid_c, *, row, layer, physical_page, head, column_x, dtype
 ):
     """Keys and values [c, x] of block i; zeros where invalid (valid_c None: nowhere)."""
     page_size, head_dim = pool_ref.shape[4:]
@@ -163,11 +161,11 @@ def _read_block(
     if page_size < block:
         table_at = tables_ref.at[row, i * (block // page_size) + lax.div(offset_c, page_size)]
         logical_c = _load(table_at, valid_c)
-        page_c1 = (logical_c * planes + plane)[:, None]
+        page_c1 = physical_page(logical_c)[:, None]
         offset_c = lax.rem(offset_c, page_size)
     else:
         blocks_a_page = page_size // block
-        page_c1 = tables_ref[row, lax.div(i, blocks_a_page)] * planes + plane
+        page_c1 = physical_page(tables_ref[row, lax.div(i, blocks_a_page)])
         offset_c = lax.rem(i, blocks_a_page) * block + offset_c
 
     mask_cx = None if valid_c is None else valid_c[:, None]
@@ -197,8 +195,8 @@ def _step(q_mx, scale, carry, keys_cx, values_cx, seen_mc):
         # Before the scale, so that both loops contract the product and the difference alike.
         scores_mc = jnp.where(seen_mc, scores_mc, -jnp.inf)
     new_peak_m = jnp.maximum(peak_m, jnp.max(scores_mc, axis=1) * scale)
-    decay_m = _exp2(peak_m - new_peak_m)
-    weights_mc = _exp2(scores_mc * scale - new_peak_m[:, None])
+    decay_m = jnp.exp2(peak_m - new_peak_m)
+    weights_mc = jnp.exp2(scores_mc * scale - new_peak_m[:, None])
     total_m = total_m * decay_m + jnp.sum(weights_mc, axis=1)
     mixed_mx = mixed_mx * decay_m[:, None]
     mixed_mx += dot(weights_mc.astype(values_cx.dtype), values_cx, precision=precision)
