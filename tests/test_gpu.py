@@ -7,10 +7,11 @@ import pytest
 
 from rlt_jax.assembly import assemble
 from rlt_jax.config import SchedulerConfig
+from rlt_jax.engine.types import Stage
 from rlt_jax.models.ouro import DTypePolicy, init_params
 from rlt_jax.sampling_params import SamplingParams
 from tests.oracle import Comparison
-from tests.support import OURO_1_4B, SHAPES, build_engine, drive, random_work
+from tests.support import OURO_1_4B, SHAPES, build_engine, drive, random_work, watch
 
 pytestmark = pytest.mark.gpu
 
@@ -35,14 +36,23 @@ def large(gpu):
     )
 
 
+@pytest.mark.parametrize("tokens_per_dispatch", [1, 4])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_float32_tokens_and_depths_equal_the_pytorch_oracle(shape):
-    work = random_work(numbers=1, count=14, logprobs=0)
-    outputs = drive(build_engine(shape), work)
+def test_float32_tokens_and_depths_equal_the_pytorch_oracle(shape, tokens_per_dispatch):
+    engine = build_engine(shape, tokens_per_dispatch=tokens_per_dispatch)
+    watched = watch(engine)
     comparison = Comparison()
-    for i, one in enumerate(work):
-        comparison.compare(one, outputs[str(i)], SHAPES[shape].layout)
-    comparison.check(min_tokens=80)
+    for work in (
+        random_work(numbers=1, count=14, logprobs=0),
+        random_work(numbers=2, count=4, logprobs=0, exit_threshold=1.0, max_loops=4),
+    ):
+        outputs = drive(engine, work)
+        for i, one in enumerate(work):
+            comparison.compare(one, outputs[str(i)], SHAPES[shape].layout)
+    comparison.check(min_tokens=100)
+    assert {batch.stage for batch in watched.batches} == set(Stage)
+    assert {batch.num_tokens for batch in watched.batches} == {1, tokens_per_dispatch}
+    assert watched.most_in_flight == 2
 
 
 def test_the_pool_stays_at_its_address_and_steps_read_nothing_outside_collect():
@@ -50,7 +60,8 @@ def test_the_pool_stays_at_its_address_and_steps_read_nothing_outside_collect():
     address = engine.runner.state.kv.pool.unsafe_buffer_pointer()
     with jax.transfer_guard_device_to_host("disallow"):
         for round_ in range(4):
-            work = random_work(numbers=20 + round_, count=10, temperature=0.8, seed=round_)
+            fields = [{"temperature": 0.8, "seed": round_}, {"exit_threshold": 1.0, "max_loops": 4}]
+            work = random_work(numbers=20 + round_, count=10, **fields[round_ % 2])
             drive(engine, work)
             assert engine.runner.state.kv.pool.unsafe_buffer_pointer() == address
 
@@ -70,11 +81,12 @@ def test_the_memory_plan_leaves_what_it_says(large, gpu):
 
 
 def test_large_model_answers_the_same_twice_and_nothing_is_copied(large, gpu):
-    params = SamplingParams(max_tokens=24, exit_threshold=0.6)
     prompts = [[i + 1] * (40 * i + 3) for i in range(12)]
 
     def run():
         for i, prompt in enumerate(prompts):
+            threshold = 0.6 if i % 2 else 1.0
+            params = SamplingParams(max_tokens=12 + i, exit_threshold=threshold)
             large.core.add_request(str(i), prompt, params)
         outputs = {}
         while large.core.has_unfinished_requests():

@@ -80,6 +80,21 @@ def test_token_ids_answer_as_their_text(llm, alone):
     assert answers(llm.generate([PROMPTS[0], ids[1]], ADAPTIVE)) == answers(alone[:2])
 
 
+def test_a_stop_id_leaves_no_batch_in_flight(llm):
+    """The token after it is on the device already when it is read."""
+    full_depth = SamplingParams(max_tokens=12, ignore_eos=True)
+    whole = llm.generate(PROMPTS[0], full_depth)[0].token_ids
+    at = next(i for i in range(3, 12) if whole[i] not in whole[:i])
+    stopping = dataclasses.replace(full_depth, stop_token_ids=(whole[at],))
+    for _ in range(2):
+        (output,) = llm.generate(PROMPTS[0], stopping)
+        assert (output.token_ids, output.finish_reason) == (whole[: at + 1], "stop")
+        assert_empty(llm)
+        *_, last = llm.stream(PROMPTS[0], stopping)
+        assert last.output.token_ids == whole[: at + 1]
+        assert_empty(llm)
+
+
 def test_no_prompts_give_no_outputs(llm):
     assert llm.generate([]) == []
 

@@ -169,6 +169,14 @@ def test_no_refill_runs_whole_tokens_when_all_rows_do(max_in_flight):
         core.add_request(name, [1], params(max_tokens=3))
     run(core)
     assert device.stages() == "PCTT" * 2
+    core.add_request("a", [1], params(max_tokens=9))
+    while not device.stages()[8:].endswith("T"):
+        core.step()
+    core.add_request("b", [1], params(max_tokens=3))
+    run(core)
+    alone, together = device.stages()[8:].split("PTC")  # between two tokens, not after the last
+    assert alone.startswith("PC") and set(alone[2:]) | set(together) == {"T"}
+    assert len(alone[2:]) + 1 + len(together) == 8 and len(together) >= 2
     core, device = fake_engine(mode="no_refill", max_num_seqs=2, max_in_flight=max_in_flight)
     core.add_request("a", [1], adaptive(max_tokens=2))
     core.add_request("b", [1], params(max_tokens=3))
@@ -644,7 +652,7 @@ def scripted_work(draw):
     ),
 )
 def test_any_schedule_makes_the_same_of_every_request(work, options):
-    eos = (3, 20, 50)
+    eos = tuple(range(3, 97, 9))
     device = FakeDevice(scripted_token, scripted_hazard)
     core, device = fake_engine(device, eos_token_ids=eos, **options)
     outputs, step = {}, 0
