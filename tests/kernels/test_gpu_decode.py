@@ -32,8 +32,8 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}
 LAYER = 1
 
 SHAPES = [
-    Shape(heads=16, kv_heads=16, head_dim=128),
-    Shape(heads=16, kv_heads=16, head_dim=128, page_size=64, planes=1),
+    Shape(heads=4, kv_heads=4, head_dim=128),
+    Shape(heads=4, kv_heads=4, head_dim=128, page_size=64, planes=1),
     Shape(heads=6, kv_heads=2, head_dim=64, page_size=32),
     Shape(heads=20, kv_heads=4, head_dim=96),
     Shape(heads=5, kv_heads=5, head_dim=96, planes=1),
