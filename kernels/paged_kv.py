@@ -18,10 +18,13 @@ class PagedKV:
     planes: how many planes each logical page has, one after the other: the model's depth in the
     LAST_EXITED layout, 1 in SHARED. The physical page of logical page p at depth d (from 1) is
     p * planes + min(d, planes) - 1.
+    arrivals_rk: scratch that some decode kernels count in, int32, zero between calls; None outside
+    a loop (see paged_decode.with_scratch).
     """
 
     pool: jax.Array
     planes: int = struct.field(pytree_node=False)
+    arrivals_rk: jax.Array | None = None
 
     @property
     def num_pages(self) -> int:

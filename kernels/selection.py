@@ -32,7 +32,7 @@ REFERENCE = Kernels()
 
 # Whether "auto" takes the Mosaic decode kernel where it can do the model's shapes.
 PREFER_MOSAIC_DECODE = False
-_GPU_TILE_ROWS = 64
+_GPU_TILE_ROWS = 128
 _TRITON_DTYPES = ("bfloat16", "float16", "float32")
 _MAX_HEAD_DIM = 256  # more does not fit a block's shared memory
 

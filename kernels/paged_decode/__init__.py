@@ -1,6 +1,7 @@
 """Paged decode attention: one query row per request, rows at mixed depths."""
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from rlt_jax.kernels.kv_update import rotate_and_write
@@ -8,7 +9,15 @@ from rlt_jax.kernels.paged_decode import reference
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch
 from rlt_jax.kernels.selection import REFERENCE, Kernels
 
-__all__ = ["paged_decode", "write_and_decode"]
+__all__ = ["paged_decode", "with_scratch", "write_and_decode"]
+
+
+def with_scratch(kv: PagedKV, rows: int, kernels: Kernels) -> PagedKV:
+    """The same K/V with scratch for write_and_decode over `rows` rows: made once for many layers,
+    where each call would otherwise make its own."""
+    if kernels.decode != "triton":
+        return kv
+    return kv.replace(arrivals_rk=jnp.zeros((rows, kv.kv_heads), jnp.int32))
 
 
 def paged_decode(

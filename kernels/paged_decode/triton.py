@@ -33,7 +33,8 @@ def paged_decode(q_rhx, kv: PagedKV, layer, batch: RowBatch, interpret, config=D
     if rows == 0:
         return q_rhx
     shape = Shape.of(kv, batch, heads, q_rhx.dtype, config)
-    operands = (*_batch_operands(layer, batch), q_rhx, kv.pool)
+    kv = with_scratch(kv, rows)
+    operands = (*_batch_operands(layer, batch), q_rhx, kv.pool, kv.arrivals_rk)
     return _call(paged_decode_splits, shape, rows, operands, interpret)[0]
 
 
@@ -45,11 +46,17 @@ def write_and_decode(
     if rows == 0:
         return jnp.zeros((0, heads, head_dim), qkv_rcx.dtype), kv
     shape = Shape.of(kv, batch, heads, qkv_rcx.dtype, config)
-    operands = (*_batch_operands(layer, batch), qkv_rcx, cos_ry, sin_ry, kv.pool)
-    out_rhx, *_, pool = _call(
+    scratch = kv.arrivals_rk is not None
+    kv = kv if scratch else with_scratch(kv, rows)
+    operands = (*_batch_operands(layer, batch), qkv_rcx, cos_ry, sin_ry, kv.pool, kv.arrivals_rk)
+    out_rhx, *_, arrivals_rk, pool = _call(
         write_and_decode_splits, shape, rows, operands, interpret, writes=True
     )
-    return out_rhx, kv.replace(pool=pool)
+    return out_rhx, kv.replace(pool=pool, arrivals_rk=arrivals_rk if scratch else None)
+
+
+def with_scratch(kv: PagedKV, rows: int) -> PagedKV:
+    return kv.replace(arrivals_rk=jnp.zeros((rows, kv.kv_heads), jnp.int32))
 
 
 def _batch_operands(layer, batch: RowBatch):
@@ -61,15 +68,12 @@ def _call(body, shape: Shape, rows, operands, interpret, writes=False):
     """Runs `body` for each row, K/V head and lane. Returns (out_rhx, ...[, pool])."""
     config, splits = shape.config, shape.max_splits
     lanes = config.lanes(rows, shape.kv_heads, splits)
-    heads_first = (shape.kv_heads, lanes, rows)
     out = jax.ShapeDtypeStruct((rows, shape.heads, shape.head_dim), shape.q_dtype)
     parts = [
         jax.ShapeDtypeStruct((rows, splits, shape.heads, *width), jnp.float32)
         for width in ((shape.width,), (), ())
     ]
-    arrivals = jnp.zeros((rows, shape.kv_heads), jnp.int32)
-    pool = operands[-1]
-    operands = (*operands, arrivals)
+    pool, arrivals = operands[-2:]
     outs = [out, *parts, jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype)]
     aliases = {len(operands) - 1: len(outs) - 1}
     if writes:
@@ -77,7 +81,8 @@ def _call(body, shape: Shape, rows, operands, interpret, writes=False):
         outs.append(jax.ShapeDtypeStruct(pool.shape, pool.dtype))
     return triton_call(
         functools.partial(body, shape=shape, lanes=lanes, interpret=interpret),
-        grid=heads_first if config.heads_first else (rows, shape.kv_heads, lanes),
+        # The heads of a page lie side by side; lanes without a split come last.
+        grid=(shape.kv_heads, rows, lanes),
         out_shape=outs,
         in_specs=[WHOLE] * len(operands),
         out_specs=[WHOLE] * len(outs),
@@ -204,6 +209,7 @@ def _finish(row: Row, lanes, part_refs, arrivals_ref, out_ref, interpret):
         for i in range(row.shape.group):
             head = row.kv_head * row.shape.group + i
             _store_head(row, head, _add_splits(row, head, part_refs), out_ref)
+        arrivals_ref[row.row, row.kv_head] = jnp.int32(0)
 
 
 def _finish_empty(row: Row, out_ref):

@@ -19,17 +19,16 @@ _DOT_ROWS = 16  # the fewest rows that the tensor cores take
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """How the work is cut. `programs`, `min_lanes` and `heads_first` alone leave the bits as they
-    are; whatever else is chosen by shape must not be chosen by the number of rows.
+    """How the work is cut. `programs` alone leaves the bits as they are; whatever else is chosen by
+    shape must not be chosen by the number of rows.
 
     tokens: read at once by a program. split_tokens: of a split; doubled in rows that would have
     more than max_splits. prefetch: what the kernel itself loads an iteration ahead: "none",
     "pages" (entries of the block table) or "tiles" (K and V too; VectorAttention only).
     num_stages: iterations that Triton keeps in flight by asynchronous copies (DotAttention only).
-    programs: wanted at least, by giving each row and K/V head several lanes; min_lanes: of those
-    at least. heads_first: neighbouring programs read the heads of a page, and not the same head
-    of all rows. dot_group: query heads per K/V head from which on the tensor cores multiply.
-    combine_splits: added at once in the end.
+    programs: as many as are resident together; fewer rows and heads than that share the splits of
+    each among several lanes. dot_group: query heads per K/V head from which on the tensor cores
+    multiply. combine_splits: added at once in the end.
     """
 
     tokens: int = 64
@@ -37,16 +36,15 @@ class DecodeConfig:
     max_splits: int = 64
     prefetch: str = "pages"
     num_warps: int = 4
-    num_stages: int = 3
-    programs: int = 132 * 8
-    min_lanes: int = 4
-    heads_first: bool = True
+    num_stages: int = 2
+    programs: int = 512
     dot_group: int = 1
     combine_splits: int = 8
 
     def lanes(self, rows: int, kv_heads: int, splits: int) -> int:
-        wanted = pl.next_power_of_2(pl.cdiv(self.programs, rows * kv_heads))
-        return min(max(wanted, self.min_lanes), splits)
+        if rows * kv_heads >= self.programs:
+            return 1
+        return min(pl.next_power_of_2(pl.cdiv(2 * self.programs, rows * kv_heads)), splits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +119,7 @@ class Row:
     """What a program knows of its row, K/V head and lane."""
 
     def __init__(self, shape: Shape, layer_ref, tables_ref, positions_ref, depths_ref, valid_ref):
-        order = (2, 0, 1) if shape.config.heads_first else (0, 1, 2)
-        self.row, self.kv_head, self.lane = (pl.program_id(axis) for axis in order)
+        self.kv_head, self.row, self.lane = (pl.program_id(axis) for axis in range(3))
         self.shape = shape
         self.layer = layer_ref[0]
         self.tables_ref = tables_ref

@@ -30,15 +30,15 @@ class PrefillConfig:
     are shows where a row lies in its tile: a row's bits are its own only if the compiler makes the
     same arithmetic of both loops."""
 
-    key_block: int = 64
-    num_warps: int = 4
+    key_block: int = 128
+    num_warps: int = 8
     num_stages: int = 3
     split: bool = False
 
     @classmethod
     def of(cls, dtype, head_dim: int) -> "PrefillConfig":
         if jnp.dtype(dtype).itemsize <= 2:
-            return cls() if head_dim <= 128 else cls(num_stages=2)
+            return cls() if head_dim <= 128 else cls(key_block=64, num_stages=2)
         # Without tensor cores, products are unrolled over the threads: more of them, less each.
         return cls(key_block=32, num_warps=8, num_stages=2)
 

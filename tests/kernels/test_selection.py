@@ -19,7 +19,7 @@ OURO = {
     "kv_heads": 16,
     "page_size": 16,
 }
-TRITON = Kernels("triton", "triton", "triton", "triton", tile_rows=64)
+TRITON = Kernels("triton", "triton", "triton", "triton", tile_rows=128)
 
 
 @pytest.fixture(autouse=True)
