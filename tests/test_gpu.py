@@ -8,7 +8,10 @@ import pytest
 from rlt_jax.assembly import assemble
 from rlt_jax.config import SchedulerConfig
 from rlt_jax.engine.types import Stage
+from rlt_jax.engine.types import Stage
 from rlt_jax.models.ouro import DTypePolicy, init_params
+from rlt_jax.runtime.compilation import Buckets, Programs
+from rlt_jax.runtime.programs import Kind
 from rlt_jax.sampling_params import SamplingParams
 from tests.oracle import Comparison
 from tests.support import OURO_1_4B, SHAPES, build_engine, drive, random_work, watch
@@ -97,3 +100,46 @@ def test_large_model_answers_the_same_twice_and_nothing_is_copied(large, gpu):
     assert run() == run()
     assert large.runner.state.kv.pool.unsafe_buffer_pointer() == address
     assert large.programs.late_compiles == 0
+
+
+def test_in_steady_state_the_next_batch_is_submitted_before_the_last_one_is_done(large):
+    """Invariant 4: nothing is read while the device could go on, nothing compiles, no idle gap."""
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    for i in range(12):
+        large.core.add_request(str(i), [i + 1] * 200, params)
+    submit, ready, last = large.runner.submit, [], []
+
+    def watched(batch):
+        if batch.stage is Stage.TOKENS and last:
+            ready.append(last[0].results["token"].is_ready())
+        ticket = submit(batch)
+        last[:] = [ticket] if batch.stage is Stage.TOKENS else []
+        return ticket
+
+    large.runner.submit = watched
+    try:
+        with jax.transfer_guard_device_to_host("disallow"):
+            while large.core.has_unfinished_requests():
+                large.core.step()
+    finally:
+        large.runner.submit = submit
+    assert len(ready) >= 50
+    print(f"{sum(ready)} of {len(ready)} batches were done when the next was submitted")
+    assert sum(ready) <= 0.1 * len(ready)
+    assert large.programs.late_compiles == 0
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.PREFILL, Kind.RECURRENT, Kind.BOUNDARY_GREEDY, Kind.TOKEN_GREEDY]
+)
+def test_temporaries_do_not_depend_on_the_pool(kind):
+    """Invariant 2 for the kernels that write in place."""
+    spec = build_engine("roomy").programs.spec
+    sizes = []
+    for pages in (64, 256):
+        shape = dataclasses.replace(spec.shape, num_pages=pages)
+        one = Programs(
+            dataclasses.replace(spec, shape=shape), Buckets((4,), (16,)), jax.devices()[0]
+        )
+        sizes.append(one.get(kind, one.buckets.of(kind)[0]).memory_analysis().temp_size_in_bytes)
+    assert sizes[0] == sizes[1]

@@ -140,7 +140,7 @@ import os
 from examples.train_tiny.data import examination
 from examples.train_tiny.evaluate import measure
 from rlt_jax import LLM, SchedulerConfig
-papers = examination("test", 100)
+papers = examination("test", 50)
 with LLM("ouro-tiny", scheduler_config=SchedulerConfig(max_num_seqs=64)) as llm:
     print("RESULT", json.dumps(measure(llm, papers)))
 """
@@ -156,7 +156,7 @@ def tiny():
 
 def test_ouro_tiny_answers_as_on_the_cpu(tiny):
     """Exact match on the held-out set within half a point, task by task and in the mean."""
-    on_gpu = measure(tiny, examination("test", 100))
+    on_gpu = measure(tiny, examination("test", 50))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", CPU_ANSWERS], env=environment, capture_output=True, text=True
@@ -166,7 +166,7 @@ def test_ouro_tiny_answers_as_on_the_cpu(tiny):
     print("GPU", on_gpu["mean"], on_gpu["exact_match"], "CPU", on_cpu["mean"])
     assert abs(on_gpu["mean"] - on_cpu["mean"]) <= 0.5
     for task, score in on_cpu["exact_match"].items():
-        assert abs(on_gpu["exact_match"][task] - score) <= 1  # one of a task's 100 problems
+        assert abs(on_gpu["exact_match"][task] - score) <= 2  # one of a task's 50 problems is 2
 
 
 @pytest.mark.parametrize("threshold", [1.0, 0.7])
