@@ -8,7 +8,6 @@ import pytest
 from rlt_jax.assembly import assemble
 from rlt_jax.config import SchedulerConfig
 from rlt_jax.engine.types import Stage
-from rlt_jax.engine.types import Stage
 from rlt_jax.models.ouro import DTypePolicy, init_params
 from rlt_jax.runtime.compilation import Buckets, Programs
 from rlt_jax.runtime.programs import Kind

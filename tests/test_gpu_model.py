@@ -127,9 +127,8 @@ def test_whole_model_equals_pytorch(shape):
     in_f32 = engine_logits(raw, tensors, tokens, "float32", prompt=530)
     for depth in range(4):
         row = [error(x[depth], exact[depth]) for x in (ours, theirs, in_f32)]
-        print(
-            f"depth {depth + 1}: ours bf16 {row[0]:.2e}, PyTorch bf16 {row[1]:.2e}, f32 {row[2]:.2e}"
-        )
+        ours_, theirs_, f32_ = (f"{e:.2e}" for e in row)
+        print(f"depth {depth + 1}: bf16 {ours_}, PyTorch bf16 {theirs_}, f32 {f32_}")
         assert row[0] <= 1.1 * row[1]
         assert row[2] <= 1e-4
 
