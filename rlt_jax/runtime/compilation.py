@@ -197,8 +197,21 @@ class Programs:
 
     def warm_up(self) -> None:
         """Compiles everything, largest buckets first."""
+        if self.device.platform == "gpu":
+            self._autotune()
         self.prefetch(sorted(self.all_keys(), key=lambda key: -key[1]))
         self._warm = True
+
+    def _autotune(self) -> None:
+        """Lets XLA choose the matrix products of every bucket, one program after the other: those
+        that are compiled together disturb each other's timings. One layer has them all; XLA keeps
+        its choices for the programs to come."""
+        config = dataclasses.replace(self.spec.config, num_hidden_layers=1)
+        shape = dataclasses.replace(self.spec.shape, num_pages=1)
+        one_layer = dataclasses.replace(self.spec, config=config, shape=shape)
+        for kind in (Kind.TOKEN_GREEDY, Kind.PREFILL):
+            for bucket in self.buckets.of(kind):
+                compile_program(kind, bucket, one_layer, self.device)
 
     def _note_late_compile(self, kind: Kind, bucket: int) -> None:
         if not self._warm:
