@@ -188,7 +188,7 @@ def _max_splits(table_tokens: int, config: MosaicConfig) -> int:
 @functools.cache
 def _multiprocessors() -> int:
     try:
-        return jax.devices("gpu")[0].core_count
+        return jax.devices("gpu")[0].core_count or _DEFAULT_BLOCKS
     except (RuntimeError, AttributeError):
         return _DEFAULT_BLOCKS
 

@@ -91,10 +91,7 @@ def count_finished(finished_ref, last_ref, pair, splits):
                 llvm.store(mgpu.c(0, i32), counter)
             llvm.store(arith.extui(i32, is_last), last)
         mgpu.warpgroup_barrier()
-        # Volatile: the thread's own earlier reads of this place say nothing.
-        found = mgpu.inline_ptx(
-            "ld.volatile.shared.u32 $0, [$1];", last, result_types=i32, has_side_effects=True
-        )
+        found = llvm.load(i32, last, volatile_=True)
         mgpu.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
         return fragmented_array.FragmentedArray.splat(found, (), is_signed=True)
 
