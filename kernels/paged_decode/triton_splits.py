@@ -31,12 +31,12 @@ class DecodeConfig:
     multiply. combine_splits: added at once in the end.
     """
 
-    tokens: int = 64
+    tokens: int = 32
     split_tokens: int = 256
     max_splits: int = 64
     prefetch: str = "pages"
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int = 3
     programs: int = 512
     dot_group: int = 1
     combine_splits: int = 8

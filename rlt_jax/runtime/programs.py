@@ -148,7 +148,8 @@ class _Programs:
         hidden_td = ouro.prelude(params, step["tokens"])
         hidden_td, kv = self._all_loops(params, hidden_td, state.kv, batch)
         last_n = batch.first_rows_n + step["count"] - 1
-        return self._keep_last_hidden(state, step, hidden_td.at[last_n].get(mode="clip"), kv), {}
+        state = self._keep_last_hidden(state, step, hidden_td.at[last_n].get(mode="clip"), kv)
+        return state, {"done": step["count"]}
 
     def prefill_shared(self, state: DeviceState, params: OuroParams, step: Results):
         """SHARED: position t goes through every loop before position t + 1 starts."""
@@ -170,7 +171,7 @@ class _Programs:
         on_cpu = self.spec.kernels.decode == "reference"
         turns = step["count"].max() if on_cpu else SHARED_PREFILL_TOKENS
         hidden_rd, kv = lax.fori_loop(0, turns, run, (start_rd, state.kv))
-        return self._keep_last_hidden(state, step, hidden_rd, kv), {}
+        return self._keep_last_hidden(state, step, hidden_rd, kv), {"done": step["count"]}
 
     def _keep_last_hidden(self, state: DeviceState, step: Results, hidden_nd, kv) -> DeviceState:
         """Stores the hidden state of each prompt's last token in its slot."""

@@ -69,10 +69,8 @@ class Runner:
             results: Results = {}
             for call in calls:
                 results = self.dispatch(call)
-            if not batch.reads_gate:
-                results.pop("exit_probability", None)
-            for array in results.values():
-                array.copy_to_host_async()
+            for name in _read_back(batch):
+                results[name].copy_to_host_async()
         except Exception as error:
             raise DeviceLostError(f"{batch.stage.value} batch failed: {error}") from error
         return Ticket(batch, results)
@@ -93,10 +91,15 @@ class Runner:
         jax.block_until_ready(self._state)
 
     def collect(self, ticket: Ticket) -> RunnerOutput:
-        """Waits for a batch's results: the only place that reads from the device."""
+        """Waits for a batch, reads its results: the only place that reads from the device.
+
+        Batches without anything to read are waited for too: no more than the engine allows are
+        ever on the device.
+        """
         batch = ticket.batch
         try:
-            host = jax.device_get(ticket.results)
+            jax.block_until_ready(ticket.results)
+            host = jax.device_get({name: ticket.results[name] for name in _read_back(batch)})
         except Exception as error:
             raise DeviceLostError(f"{batch.stage.value} batch failed: {error}") from error
         rows = tuple(_row_result(row, i, host) for i, row in enumerate(batch.rows))
@@ -191,6 +194,14 @@ def _kind_of(batch: SchedulerOutput) -> Kind:
         Stage.TOKENS: (Kind.TOKEN_GREEDY, Kind.TOKEN_SAMPLE),
     }[batch.stage]
     return sample if batch.samples else greedy
+
+
+def _read_back(batch: SchedulerOutput) -> list[str]:
+    """The results that the scheduler asks for; the others only show that the batch is done."""
+    names = ["exit_probability"] if batch.reads_gate else []
+    if any(row.exit_depth for row in batch.rows):
+        names += ["token", "logprob"]
+    return names
 
 
 def _tiles(row: Row, tile_rows: int) -> list[dict]:

@@ -219,3 +219,19 @@ def test_device_block_tables_mirror_the_scheduler(shape):
             assert tuple(device[slot][: len(table)]) == table
             checked += 1
     assert checked > 20
+
+
+@pytest.mark.parametrize("shape", ["roomy", "shared"])
+def test_every_batch_has_a_result_that_shows_it_is_done(shape):
+    """Without one, collect() would not wait, and nothing would bound the batches in flight."""
+    engine = build_engine(shape)
+    submit, tickets = engine.runner.submit, []
+
+    def watched(batch):
+        tickets.append(submit(batch))
+        return tickets[-1]
+
+    engine.runner.submit = watched
+    drive(engine, mixed_work())
+    assert {ticket.batch.stage for ticket in tickets} >= {Stage.PREFILL, Stage.RECURRENT}
+    assert all(ticket.results for ticket in tickets)
