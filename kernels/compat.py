@@ -1,8 +1,9 @@
 """The differences between the supported jax versions, and the one way kernels are called.
 
 jax 0.10.2 takes a `pallas_call` without compiler parameters for a Mosaic kernel, 0.11.2 for a
-Triton one, so the parameters are always given. To lower for CUDA on a machine without a GPU,
-0.11.2 wants a description of the device; 0.10.2 assumes one.
+Triton one, so the parameters are always given. The Mosaic kernels are written for 0.11's Pallas;
+their inline MLIR needs the llvm dialect, which jax.extend.mlir leaves out. To lower for CUDA on a
+machine without a GPU, 0.11.2 wants a description of the device; 0.10.2 assumes one.
 """
 
 import contextlib
@@ -12,6 +13,28 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+__all__ = [
+    "MOSAIC_CANNOT",
+    "WHOLE",
+    "arith",
+    "atomic_add",
+    "barrier",
+    "dot",
+    "ir",
+    "llvm",
+    "load",
+    "lower_for_cuda",
+    "store",
+    "triton_call",
+]
+
+_IS_0_11 = jax.__version_info__ >= (0, 11)
+
+# Why no Mosaic kernel runs here, or None.
+MOSAIC_CANNOT = None if _IS_0_11 else f"jax {jax.__version__}, not 0.11 or later"
 
 # A whole array, for kernels that compute their own indices.
 WHOLE = pl.BlockSpec(memory_space=pl.ANY)
@@ -57,11 +80,9 @@ def lower_for_cuda(jitted: Callable[..., Any], *args: Any) -> jax.stages.Lowered
 
 
 def _described_gpu():
-    try:
-        from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-    except ImportError:
+    if not _IS_0_11:
         return contextlib.nullcontext()
-    if jax.__version_info__ < (0, 11):
-        return contextlib.nullcontext()
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

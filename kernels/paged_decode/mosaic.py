@@ -25,6 +25,7 @@ from flax import struct
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from rlt_jax.kernels.compat import MOSAIC_CANNOT
 from rlt_jax.kernels.paged_decode.mosaic_kernel import (
     COPIED_ROWS,
     MASKED,
@@ -80,8 +81,8 @@ def unsupported_reason(
     head_dim: int, kv_heads: int, heads: int, page_size: int, dtype: str, config=DEFAULT
 ) -> str | None:
     """Why the kernel cannot do these shapes, or None."""
-    if jax.__version_info__ < (0, 11):
-        return f"jax {jax.__version__}, not 0.11 or later"
+    if MOSAIC_CANNOT:
+        return MOSAIC_CANNOT
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"rows of {jnp.dtype(dtype).name}, not of bfloat16"
     if head_dim not in (64, 128):

@@ -1,12 +1,12 @@
 """What the Mosaic decode kernel does thread by thread, in MLIR."""
 
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rlt_jax.kernels.compat import arith, ir, llvm
 
 _WARP, _WARPGROUP = 32, 128
 
