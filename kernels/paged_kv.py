@@ -4,6 +4,8 @@ Arrays are named by their axes: r rows, t packed prompt rows, n tiles, p pages o
 h query heads, k key/value heads, c = h + 2k heads of a fused projection, x head_dim.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -18,13 +20,13 @@ class PagedKV:
     planes: how many planes each logical page has, one after the other: the model's depth in the
     LAST_EXITED layout, 1 in SHARED. The physical page of logical page p at depth d (from 1) is
     p * planes + min(d, planes) - 1.
-    arrivals_rk: scratch that some decode kernels count in, int32, zero between calls; None outside
-    a loop (see paged_decode.with_scratch).
+    scratch: what the decode kernel shares between the layers of a loop (see paged_decode.prepare);
+    None outside of one.
     """
 
     pool: jax.Array
     planes: int = struct.field(pytree_node=False)
-    arrivals_rk: jax.Array | None = None
+    scratch: Any = None
 
     @property
     def num_pages(self) -> int:

@@ -71,7 +71,7 @@ def select(
         return REFERENCE
     decode = "triton"
     if requested == "mosaic" or (requested == "auto" and PREFER_MOSAIC_DECODE):
-        reason = _mosaic_cannot(head_dim, kv_heads, heads, page_size, dtype)
+        reason = _mosaic_cannot(head_dim, kv_heads, heads, page_size, dtype, kv_dtype)
         if reason is None:
             decode = "mosaic"
         else:
@@ -98,13 +98,16 @@ def _triton_cannot(dtype: str, kv_dtype: str, head_dim: int, page_size: int) -> 
 
 
 def _mosaic_cannot(
-    head_dim: int, kv_heads: int, heads: int, page_size: int, dtype: str
+    head_dim: int, kv_heads: int, heads: int, page_size: int, dtype: str, kv_dtype: str
 ) -> str | None:
     try:
         from rlt_jax.kernels.paged_decode import mosaic
     except ImportError as error:
         return f"it cannot be imported ({error})"
-    return mosaic.unsupported_reason(head_dim, kv_heads, heads, page_size, dtype)
+    reason = mosaic.unsupported_reason(head_dim, kv_heads, heads, page_size, dtype)
+    if reason is None and kv_dtype != dtype:
+        reason = f"K/V of {kv_dtype} beside rows of {dtype}"
+    return reason
 
 
 @functools.cache

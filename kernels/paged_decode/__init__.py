@@ -1,7 +1,6 @@
 """Paged decode attention: one query row per request, rows at mixed depths."""
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from rlt_jax.kernels.kv_update import rotate_and_write
@@ -9,15 +8,21 @@ from rlt_jax.kernels.paged_decode import reference
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch
 from rlt_jax.kernels.selection import REFERENCE, Kernels
 
-__all__ = ["paged_decode", "with_scratch", "write_and_decode"]
+__all__ = ["paged_decode", "prepare", "write_and_decode"]
 
 
-def with_scratch(kv: PagedKV, rows: int, kernels: Kernels) -> PagedKV:
-    """The same K/V with scratch for write_and_decode over `rows` rows: made once for many layers,
-    where each call would otherwise make its own."""
-    if kernels.decode != "triton":
-        return kv
-    return kv.replace(arrivals_rk=jnp.zeros((rows, kv.kv_heads), jnp.int32))
+def prepare(kv: PagedKV, batch: RowBatch, kernels: Kernels = REFERENCE) -> PagedKV:
+    """The same K/V, its scratch holding what these kernels share between the layers: made once for
+    all decodes of this batch, where each would otherwise make its own."""
+    if kernels.decode == "triton":
+        from rlt_jax.kernels.paged_decode import triton
+
+        return kv.replace(scratch=triton.make_arrivals(kv, batch))
+    if kernels.decode == "mosaic":
+        from rlt_jax.kernels.paged_decode import mosaic
+
+        return kv.replace(scratch=mosaic.make_schedule(kv, batch))
+    return kv
 
 
 def paged_decode(
@@ -38,6 +43,10 @@ def paged_decode(
         from rlt_jax.kernels.paged_decode import triton
 
         return triton.paged_decode(q_rhx, kv, layer, batch, kernels.interpret)
+    if kernels.decode == "mosaic":
+        from rlt_jax.kernels.paged_decode import mosaic
+
+        return mosaic.paged_decode(q_rhx, kv, layer, batch, kernels.interpret, kv.scratch)
     return reference.paged_decode(q_rhx, kv, layer, batch, precision)
 
 

@@ -33,8 +33,7 @@ def paged_decode(q_rhx, kv: PagedKV, layer, batch: RowBatch, interpret, config=D
     if rows == 0:
         return q_rhx
     shape = Shape.of(kv, batch, heads, q_rhx.dtype, config)
-    kv = with_scratch(kv, rows)
-    operands = (*_batch_operands(layer, batch), q_rhx, kv.pool, kv.arrivals_rk)
+    operands = (*_batch_operands(layer, batch), q_rhx, kv.pool, make_arrivals(kv, batch))
     return _call(paged_decode_splits, shape, rows, operands, interpret)[0]
 
 
@@ -46,17 +45,18 @@ def write_and_decode(
     if rows == 0:
         return jnp.zeros((0, heads, head_dim), qkv_rcx.dtype), kv
     shape = Shape.of(kv, batch, heads, qkv_rcx.dtype, config)
-    scratch = kv.arrivals_rk is not None
-    kv = kv if scratch else with_scratch(kv, rows)
-    operands = (*_batch_operands(layer, batch), qkv_rcx, cos_ry, sin_ry, kv.pool, kv.arrivals_rk)
+    shared = kv.scratch is not None
+    arrivals_rk = kv.scratch if shared else make_arrivals(kv, batch)
+    operands = (*_batch_operands(layer, batch), qkv_rcx, cos_ry, sin_ry, kv.pool, arrivals_rk)
     out_rhx, *_, arrivals_rk, pool = _call(
         write_and_decode_splits, shape, rows, operands, interpret, writes=True
     )
-    return out_rhx, kv.replace(pool=pool, arrivals_rk=arrivals_rk if scratch else None)
+    return out_rhx, kv.replace(pool=pool, scratch=arrivals_rk if shared else None)
 
 
-def with_scratch(kv: PagedKV, rows: int) -> PagedKV:
-    return kv.replace(arrivals_rk=jnp.zeros((rows, kv.kv_heads), jnp.int32))
+def make_arrivals(kv: PagedKV, batch: RowBatch) -> jax.Array:
+    """Counters of the programs that have finished a row and head, zero between calls."""
+    return jnp.zeros((batch.positions_r.shape[0], kv.kv_heads), jnp.int32)
 
 
 def _batch_operands(layer, batch: RowBatch):

@@ -19,7 +19,7 @@ from jax import lax
 
 from rlt_jax.config import DTYPES
 from rlt_jax.kernels.kv_update import rotate_and_write
-from rlt_jax.kernels.paged_decode import with_scratch, write_and_decode
+from rlt_jax.kernels.paged_decode import prepare, write_and_decode
 from rlt_jax.kernels.paged_kv import PagedKV, Places, RowBatch, TileBatch
 from rlt_jax.kernels.paged_prefill import paged_prefill
 from rlt_jax.kernels.residual_norm import residual_norm, rms_norm
@@ -251,7 +251,7 @@ def recurrent(
     angles = rotary_angles(batch.row_positions, config.head_dim, config.rope_theta, hidden_td.dtype)
     rows = _Rows(batch, batch.places(kv), *angles)
     if isinstance(batch, RowBatch):
-        kv = with_scratch(kv, hidden_td.shape[0], kernels)
+        kv = prepare(kv, batch, kernels)
     normed_td = rms_norm(hidden_td, params.layers[0].norms[0], config.rms_norm_eps)
     next_norms = [layer.norms for layer in params.layers[1:]] + [params.norm[None]]
     for layer, (layer_params, next_norms_nd) in enumerate(zip(params.layers, next_norms)):
@@ -267,7 +267,7 @@ def recurrent(
             kv,
             rows,
         )
-    return normed_td, kv.replace(arrivals_rk=None)
+    return normed_td, kv.replace(scratch=None)
 
 
 def exit_probability(params: OuroParams, hidden: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlt_jax.kernels.kv_update import finalize_kv, rotate_and_write
-from rlt_jax.kernels.paged_decode import paged_decode, write_and_decode
+from rlt_jax.kernels.paged_decode import paged_decode, prepare, write_and_decode
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch, TileBatch
 from rlt_jax.kernels.paged_prefill import paged_prefill
 from rlt_jax.kernels.selection import REFERENCE, Kernels
@@ -28,6 +28,7 @@ IMPLEMENTATIONS = {
 
 decode = jax.jit(paged_decode, static_argnames="kernels")
 fused_decode = jax.jit(write_and_decode, static_argnames="kernels")
+prepared = jax.jit(prepare, static_argnames="kernels")
 prefill = jax.jit(paged_prefill, static_argnames="kernels")
 write = jax.jit(rotate_and_write, static_argnames="kernels")
 finalize = jax.jit(finalize_kv, static_argnames="kernels")

@@ -14,9 +14,22 @@ import pytest
 
 from rlt_jax.kernels.compat import lower_for_cuda
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch
+from rlt_jax.kernels.selection import Kernels
 
 mosaic = pytest.importorskip("rlt_jax.kernels.paged_decode.mosaic")
-from tests.kernels.support import Shape, bits, make_requests, relative, rows_of  # noqa: E402
+from tests.kernels.support import (  # noqa: E402
+    Shape,
+    angles,
+    bits,
+    decode,
+    fused_decode,
+    make_requests,
+    places_of,
+    prepared,
+    relative,
+    rows_of,
+    write,
+)
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Mosaic's interpreter of jax 0.11 and later"
@@ -86,6 +99,25 @@ def test_bits_do_not_depend_on_company_or_blocks():
     other = dataclasses.replace(CONFIG, blocks=3, pairs=1, slots=3)
     out = interpreted(other)(q, requests.kv, jnp.int32(1), batch)
     assert np.array_equal(crowd, bits(out))
+
+
+def test_the_package_writes_then_decodes_with_one_schedule_for_all_layers(monkeypatch):
+    kernels = Kernels("mosaic", update="triton", interpret=True)
+    shape = dataclasses.replace(MHA, requests=3)
+    requests, rng = requests_of(shape, [1, 33, 64]), np.random.default_rng(3)
+    channels = shape.heads + 2 * shape.kv_heads
+    qkv = rng.standard_normal((shape.requests, channels, shape.head_dim)).astype(jnp.bfloat16)
+    turn = angles(shape.requests, shape.head_dim, jnp.bfloat16, rng)
+    batch, layer = rows_of(requests), jnp.int32(1)
+    places = places_of(batch, requests.kv)
+    q, written = write(qkv, *turn, requests.kv, layer, places, kernels=kernels)
+    alone = decode(q, written, layer, batch, kernels=kernels)
+    assert relative(alone, decode(q, written, layer, batch)) <= 5e-3
+    kv = prepared(requests.kv, batch, kernels=kernels)
+    monkeypatch.setattr(mosaic, "make_schedule", None)
+    out, kv = fused_decode(qkv, *turn, kv, layer, batch, kernels=kernels)
+    assert np.array_equal(bits(out), bits(alone))
+    assert np.array_equal(bits(kv.pool), bits(written.pool))
 
 
 def test_schedule_has_every_split_once_whole_ones_first():

@@ -25,6 +25,7 @@ from tests.kernels.support import (
     one_row,
     places_of,
     plane_index,
+    prepared,
     random_pool,
     relative,
     rows_of,
@@ -237,6 +238,22 @@ def test_the_fused_kernel_writes_nothing_for_inactive_rows(name):
     out, kv = fused_decode(qkv, *turn, kv, jnp.int32(1), batch, kernels=kernels)
     assert not bits(out).any()
     assert np.array_equal(bits(kv.pool), bits(pool))
+
+
+@each_kind
+def test_what_is_prepared_for_many_layers_does_not_show(name):
+    shape, kernels = Shape(), IMPLEMENTATIONS[name]
+    requests, rng = make_requests(shape, LENGTHS, seed=6), np.random.default_rng(6)
+    qkv = rng.standard_normal((shape.requests, 6, shape.head_dim)).astype(np.float32)
+    turn, batch = angles(shape.requests, shape.head_dim, np.float32, rng), rows_of(requests)
+    shared = prepared(requests.kv, batch, kernels=kernels)
+    for _ in range(2):
+        args = (qkv, *turn), (jnp.int32(1), batch)
+        alone, kv = fused_decode(*args[0], requests.kv, *args[1], kernels=kernels)
+        out, shared = fused_decode(*args[0], shared, *args[1], kernels=kernels)
+        assert np.array_equal(bits(out), bits(alone))
+        assert np.array_equal(bits(shared.pool), bits(kv.pool))
+        assert kv.scratch is None
 
 
 # --- by hand -------------------------------------------------------------------------------------

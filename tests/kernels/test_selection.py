@@ -1,14 +1,17 @@
 """Which kernels are chosen where, and what is said when it is not what was asked for."""
 
 import ast
+import dataclasses
 import inspect
 import logging
 import sys
 import types
 
+import jax
 import pytest
 
 from rlt_jax.kernels import selection
+from rlt_jax.kernels.compat import MOSAIC_CANNOT
 from rlt_jax.kernels.selection import KERNELS, REFERENCE, Kernels, select
 
 OURO = {
@@ -96,6 +99,28 @@ def test_mosaic_falls_back_to_triton_and_says_so_once(mosaic, caplog):
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "Triton" in record.message and "head_dim 128 is unlucky" in record.message
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({}, None),
+        ({"head_dim": 96}, "head_dim 96"),
+        ({"dtype": "float32", "kv_dtype": "float32"}, "rows of float32"),
+        ({"kv_dtype": "float32"}, "K/V of float32 beside rows of bfloat16"),
+    ],
+)
+def test_what_the_real_mosaic_kernel_cannot_do_triton_does(change, said, caplog):
+    said = MOSAIC_CANNOT or said
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            kernels = select("mosaic", platform="gpu", **(OURO | change))
+    assert kernels == (TRITON if said else dataclasses.replace(TRITON, decode="mosaic"))
+    assert [said in record.message for record in caplog.records] == ([True] if said else [])
+
+
+def test_the_mosaic_kernel_needs_jax_0_11():
+    assert (MOSAIC_CANNOT is None) == (jax.__version_info__ >= (0, 11))
 
 
 @pytest.mark.parametrize("requested", ["auto", "triton", "mosaic"])
