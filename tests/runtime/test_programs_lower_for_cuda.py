@@ -1,0 +1,67 @@
+"""Whole device programs lower for a CUDA GPU with its kernels, on a machine without one."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from rlt_jax.kernels.compat import MOSAIC_CANNOT, lower_for_cuda
+from rlt_jax.kernels.selection import select
+from rlt_jax.models.ouro import DTypePolicy, abstract_params
+from rlt_jax.runtime.device_state import StateShape, abstract_state
+from rlt_jax.runtime.programs import Kind, ProgramSpec, build, input_layout
+from tests.support import OURO_1_4B
+
+BUCKET, PAGE = 32, 16
+CONFIG = dataclasses.replace(OURO_1_4B, num_hidden_layers=2)
+# What attends in a decode, and the kernels beside it.
+DECODES = {
+    "triton": {"write_and_decode_splits", "residual_norm"},
+    "mosaic": {"mosaic", "rotate_and_write", "residual_norm"},
+}
+PROMPTS = {"rotate_and_write", "paged_prefill", "residual_norm"}
+
+
+def lowered(kernels: str, kind: Kind, planes: int) -> str:
+    shape = StateShape(BUCKET, num_pages=4096, planes=planes, block_size=PAGE, table_width=4096)
+    policy = DTypePolicy.on("gpu", "bfloat16")
+    chosen = select(
+        kernels,
+        platform="gpu",
+        dtype=policy.dtype,
+        kv_dtype=policy.kv_dtype,
+        head_dim=CONFIG.head_dim,
+        heads=CONFIG.num_attention_heads,
+        kv_heads=CONFIG.num_key_value_heads,
+        page_size=PAGE,
+    )
+    spec = ProgramSpec(CONFIG, policy, shape, chosen)
+    state, params = abstract_state(CONFIG, policy, shape), abstract_params(CONFIG, policy)
+    packed = jax.ShapeDtypeStruct((input_layout(kind, BUCKET, spec).size,), np.int32)
+    program = jax.jit(build(kind, BUCKET, spec), donate_argnums=0)
+    return lower_for_cuda(program, state, params, packed).as_text()
+
+
+def kernels_in(text: str) -> set[str]:
+    names = set(re.findall(r'@__gpu\$xla\.gpu\.triton.*?name = "(\w+)"', text))
+    return names | ({"mosaic"} if "custom_call @mosaic_gpu" in text else set())
+
+
+@pytest.mark.parametrize("planes", [4, 1], ids=["last_exited", "shared"])
+@pytest.mark.parametrize(
+    "kind", [Kind.PREFILL, Kind.RECURRENT, Kind.BOUNDARY_SAMPLE, Kind.TOKEN_GREEDY]
+)
+@pytest.mark.parametrize("kernels", ["triton", "mosaic"])
+def test_a_program_lowers_with_its_kernels(kernels, kind, planes):
+    if kernels == "mosaic" and MOSAIC_CANNOT:
+        pytest.skip(MOSAIC_CANNOT)
+    text = lowered(kernels, kind, planes)
+    wanted = PROMPTS if kind is Kind.PREFILL and planes > 1 else DECODES[kernels]
+    if kind is Kind.BOUNDARY_SAMPLE and planes > 1:
+        wanted = wanted | {"finalize_kv"}
+    assert kernels_in(text) == wanted
+    # The pool goes in first and comes out at the same place.
+    [pool] = re.findall(r"@main\(%arg0: tensor<(.*?)> \{tf.aliasing_output = 0", text)
+    assert pool == f"2x{4096 * planes}x2x16x{PAGE}x128xbf16"
