@@ -30,8 +30,9 @@ class Request:
     Progress that is scheduled, which may run ahead of the results: position, of the token being
     computed (in prefill, the next prompt token); depth, loops that token has run; sampled, output
     tokens. remaining: probability that the token has not exited. queued: waits in its stage's
-    queue. held: a batch in flight decides what it does next. in_flight: batches submitted and not
-    collected. whole_tokens: every token runs to full depth.
+    queue. turn: its place in the order in which requests came into queues. held: a batch in flight
+    decides what it does next. in_flight: batches submitted and not collected. whole_tokens: every
+    token runs to full depth.
     Results: tokens, depths, logprobs.
     """
 
@@ -49,6 +50,7 @@ class Request:
     remaining: np.float32 = FULL_REMAINING
     whole_tokens: bool = False
     queued: bool = False
+    turn: int = 0
     held: bool = False
     in_flight: int = 0
     on_device: bool = False

@@ -66,6 +66,7 @@ class Scheduler:
         self._by_id: dict[str, Request] = {}
         self._by_generation: dict[int, Request] = {}
         self._sequence = 0
+        self._turn = 0
         self._start_empty()
 
     # -- what the engine asks and tells --------------------------------------------------------
@@ -176,6 +177,8 @@ class Scheduler:
         if stage is None:
             return None
         rows = self._take(stage)
+        if stage is Stage.BOUNDARY and not any(row.exit_depth for row in rows):
+            stage = Stage.RECURRENT  # the rows that exit had to wait for older ones
         requests = [self._by_generation[row.generation] for row in rows]
         samples = any(
             request.params.temperature > 0
@@ -203,8 +206,7 @@ class Scheduler:
         recurrent, coda = self._queues[RequestStage.RECURRENT], self._queues[RequestStage.CODA]
         # Without the held rows a batch would stream the weights for a part of the rows only.
         can_decode = not self._held and bool(recurrent or coda)
-        enough = len(coda) >= self._config.min_coda_batch_size or not recurrent
-        coda_due = can_decode and bool(coda) and enough
+        coda_due = can_decode and self._enough_exits()
         limit = self._config.max_prefill_batches_before_decode
         decode_waits = self._held or can_decode
         if not decode_waits or self._prefills_since_decode < limit:
@@ -214,6 +216,13 @@ class Scheduler:
         if not can_decode:
             return None
         return self._choose_coda() if coda_due else self._choose_loop()
+
+    def _enough_exits(self) -> bool:
+        coda = self._queues[RequestStage.CODA]
+        if len(coda) >= self._config.min_coda_batch_size:
+            return True
+        # Whole tokens bring no row to the coda, nor do no rows at all: no use to wait for more.
+        return bool(coda) and self._choose_loop() is Stage.TOKENS
 
     def _choose_coda(self) -> Stage:
         """Rows that exit run their next loop in the same batch, unless whole tokens are next."""
@@ -279,10 +288,10 @@ class Scheduler:
         meet = stage is Stage.RECURRENT and self._only_whole_tokens()
         taken: list[Request] = []
         left: list[Request] = []
-        for queue in sources:
-            while queue and len(taken) < self._max_rows:
-                request = self._pop(queue)
-                (left if meet and request.depth == 0 else taken).append(request)
+        while len(taken) < self._max_rows and any(sources):
+            # Whoever waits longest, in whichever queue: where not all fit, none is passed over.
+            request = self._pop(min(filter(None, sources), key=lambda queue: queue[0].turn))
+            (left if meet and request.depth == 0 else taken).append(request)
         for request in left:
             self._enqueue(request, RequestStage.RECURRENT)
         return tuple(self._decode_row(request, stage) for request in taken)
@@ -413,6 +422,8 @@ class Scheduler:
     def _enqueue(self, request: Request, stage: RequestStage) -> None:
         request.stage = stage
         request.queued = True
+        request.turn = self._turn
+        self._turn += 1
         self._queues[stage].append(request)
 
     def _pop(self, queue: deque[Request]) -> Request:

@@ -21,6 +21,7 @@ STEP_FUNCTIONS = [
     Scheduler.schedule,
     Scheduler._choose_refill,
     Scheduler._choose_no_refill,
+    Scheduler._enough_exits,
     Scheduler._choose_coda,
     Scheduler._choose_loop,
     Scheduler._only_whole_tokens,
@@ -59,6 +60,7 @@ def test_the_functions_of_the_scheduler_are_all_known():
     "options",
     [
         {"mode": "refill", "max_in_flight": 1},
+        {"mode": "refill", "max_in_flight": 1, "max_num_batched_tokens": 1},
         {"mode": "refill", "max_in_flight": 2, "tokens_per_dispatch": 4},
         {"mode": "no_refill", "max_in_flight": 2, "planes": 1},
     ],

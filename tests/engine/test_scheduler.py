@@ -229,7 +229,7 @@ def test_rows_that_exit_sample_alone_before_a_prefill():
     core.add_request("b", [1], adaptive(max_tokens=1))
     run(core)
     assert device.stages() == "PBR" + "CP" + "BRBRC"
-    assert names(device)[3:6] == [[0], [1], [1, 0]]
+    assert names(device)[3:6] == [[0], [1], [0, 1]]
 
 
 @pytest.mark.parametrize(("max_in_flight", "beside"), [(1, 0), (2, 1), (3, 2), (4, 2)])
@@ -282,6 +282,43 @@ def test_coda_waits_for_enough_rows_while_others_can_run():
     together = [sum(row.exit_depth > 0 for row in batch.rows) for batch in device.batches]
     assert [count for count in together if count] == [2, 2, 2, 2]
     assert device.stages() == "PBRRR" + "BRRR" * 2 + "C"
+
+
+@any_in_flight
+@pytest.mark.parametrize("loops", [1, 4])
+def test_where_not_all_rows_fit_none_is_passed_over(loops, max_in_flight):
+    """A crowd whose every loop ends a token comes back to the coda again and again."""
+    core, device = fake_engine(
+        max_num_seqs=6, max_num_batched_tokens=2, max_in_flight=max_in_flight
+    )
+    core.add_request("deep", [1], adaptive(max_tokens=99, min_loops=loops, max_loops=loops))
+    for i in range(5):
+        core.add_request(str(i), [1], params(max_tokens=99, min_loops=1, max_loops=1))
+    for _ in range(200):
+        core.step()
+    last_seen = dict.fromkeys(range(6), 0)
+    for n, batch in enumerate(device.batches[60:]):
+        for row in batch.rows:
+            assert n - last_seen[row.generation] <= 4, f"{row.generation} waits"
+            last_seen[row.generation] = n
+    assert min(last_seen.values()) > n - 5
+    for batch in device.of(Stage.BOUNDARY):
+        assert any(row.exit_depth for row in batch.rows)
+
+
+@any_in_flight
+def test_a_first_token_does_not_wait_for_the_end_of_requests_that_run_whole_tokens(max_in_flight):
+    """Those never come to the coda, however many rows it would like to gather."""
+    core, device = fake_engine(min_coda_batch_size=3, max_in_flight=max_in_flight)
+    core.add_request("a", [1], params(max_tokens=60))
+    while not device.stages().endswith("TT"):
+        core.step()
+    start = len(device.batches)
+    core.add_request("b", [1], adaptive(max_tokens=3))
+    core.add_request("c", [1], params(max_tokens=9))
+    run(core)
+    assert device.stages()[start:].lstrip("T").startswith("PB")
+    assert len(device.of(Stage.TOKENS)) < 60
 
 
 def test_prompts_are_chunked_within_the_budget_and_the_chunk_size():
