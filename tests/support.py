@@ -84,6 +84,7 @@ def build_engine(
     eos_token_ids: tuple[int, ...] = (),
     max_in_flight: int = 2,
     tokens_per_dispatch: int = 1,
+    kernels: str = "auto",
     **scheduling,
 ) -> Assembly:
     """An engine of one of the shapes; `scheduling` are further SchedulerConfig fields."""
@@ -109,6 +110,7 @@ def build_engine(
             min_prefill_bucket=shape.min_prefill_bucket,
             max_in_flight=max_in_flight,
             tokens_per_dispatch=tokens_per_dispatch,
+            kernels=kernels,
         ),
     )
 
