@@ -45,6 +45,11 @@ class ThroughputSpec:
         if self.prompt > room:
             rule = f"with --output-tokens {self.output_tokens} must be <= {room}"
             fail("--prompt", self.prompt, rule)
+        params, open_params = self.params, SamplingParams()
+        for name in ("exit_threshold", "min_loops", "max_loops"):
+            if self.mixed_depths and getattr(params, name) != getattr(open_params, name):
+                rule = f"cannot be used together with --{name.replace('_', '-')}"
+                fail("--mixed-depths", list(self.mixed_depths), rule)
 
     @property
     def positions(self) -> int:

@@ -119,6 +119,11 @@ def test_a_bad_command_is_one_line_and_status_2(cli, arguments, message):
         (["decode", "--batch=1", "--depth=5"], "--depth = 5: must be an integer >= 1 and <= 4"),
         (["decode", "--batch=1", "--mixed-depths=0"], "--mixed-depths = 0: must be"),
         (
+            ["throughput", "--prompt=8", "--mixed-depths=2", "--exit-threshold=0.5"],
+            "--mixed-depths = [2]: cannot be used together with --exit-threshold",
+        ),
+        (["throughput", "--prompt=8", "--mixed-depths=2", "--max-loops=3"], "with --max-loops"),
+        (
             ["decode", "--batch=1", "--context=8", "--tokens=5"],
             "--tokens = 5: must be an integer >= 6",
         ),
