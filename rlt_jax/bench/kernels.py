@@ -4,6 +4,7 @@ dispatch vanishes, against what it must move and compute."""
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from rlt_jax.kernels.paged_prefill import paged_prefill
 from rlt_jax.kernels.residual_norm import residual_norm
 from rlt_jax.kernels.selection import Kernels, select
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig
-from rlt_jax.validation import check_int
+from rlt_jax.validation import check_int, fail
 
 # Random K/V: fewer layers where they would take more.
 _POOL_BYTES = {"cpu": 2**28, "gpu": 2**32}
@@ -125,6 +126,7 @@ class _Bench:
 
     def __init__(self, spec: KernelsSpec, device: jax.Device):
         self.spec = spec
+        self.device = device
         self.model = spec.model
         self.policy = spec.policy(device.platform)
         self.kernels = spec.select(device.platform)
@@ -293,6 +295,12 @@ class _Bench:
         page, planes = self.spec.cache.block_size, self.spec.planes
         pages = -(-positions // page)
         plane_bytes = requests * pages * page * self.position_bytes  # of one layer
+        most = _memory_bytes(self.device) // 2
+        if plane_bytes > most:
+            rule = (
+                f"{requests} of them have {plane_bytes} bytes of K/V in a layer: must be <= {most}"
+            )
+            fail("--context or --prompt", positions, f"{rule}, half of the memory")
         layers = self.model.num_hidden_layers
         if not all_layers:
             planes = planes if planes * plane_bytes <= self.pool_bytes else 1
@@ -359,3 +367,11 @@ def table(rows: Sequence[KernelRow]) -> list[list[str]]:
         ]
         for row in rows
     ]
+
+
+def _memory_bytes(device: jax.Device) -> int:
+    """Of the device, or of this machine where it has none of its own."""
+    stats = device.memory_stats()
+    if stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

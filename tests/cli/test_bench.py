@@ -98,6 +98,7 @@ def test_plot_writes_the_picture(bench, cli, tmp_path):
         (["roofline", "--read-bytes=1"], "--read-bytes = 1: must be an integer >= 1048576"),
         (["roofline", "--output=/"], "--output = '/': must be a file in a folder that exists"),
         (["kernels", "--rows=0", "--synthetic=ouro-tiny"], "--rows = 0: must be an integer >= 1"),
+        (["kernels", "--context=99999999", "--no-roofline"], "--context or --prompt = 99999999: "),
         (["kernels", "--kernels=mosaic"], "ExecutionConfig.kernels = 'mosaic': needs a CUDA GPU"),
         (["compare", "/no/a.json", "/no/b.json"], "/no/a.json: cannot be read"),
         (["compare", "a.json"], "required: B.json"),
