@@ -4,11 +4,10 @@ import dataclasses
 import functools
 import logging
 
+from rlt_jax.config import KERNELS
 from rlt_jax.validation import check_choice, fail
 
 logger = logging.getLogger(__name__)
-
-KERNELS = ("auto", "mosaic", "triton", "reference")
 
 
 @dataclasses.dataclass(frozen=True)

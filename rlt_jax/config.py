@@ -173,7 +173,6 @@ class ExecutionConfig:
     tokens_per_dispatch: int = option(
         1, "tokens that greedy full-depth requests run in one dispatch: 1, 2 or 4"
     )
-
     compilation_cache_dir: str | None = option(
         None, "folder that keeps compiled programs between runs (None: JAX's own setting)"
     )
