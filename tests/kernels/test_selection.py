@@ -154,4 +154,8 @@ def test_choosing_imports_no_kernel():
     tree = ast.parse(inspect.getsource(selection))
     modules = {alias.name for x in tree.body if isinstance(x, ast.Import) for alias in x.names}
     modules |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
-    assert modules <= {"dataclasses", "functools", "logging", "rlt_jax.validation"}
+    assert modules <= {
+        *("dataclasses", "functools", "logging"),
+        "rlt_jax.config",
+        "rlt_jax.validation",
+    }
