@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from rlt_jax.kernels.paged_decode import mosaic, reference
+from rlt_jax.kernels.paged_decode import mosaic, prepare, reference, write_and_decode
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch
-from tests.kernels.support import bits, relative
+from rlt_jax.kernels.selection import REFERENCE, Kernels
+from tests.kernels.support import angles, bits, relative
 
 pytestmark = pytest.mark.gpu
 
@@ -172,6 +173,42 @@ def test_bits_do_not_depend_on_company_bucket_blocks_or_pairs():
     for change in ({"blocks": 5}, {"pairs": 1}, {"slots": 2}):
         config = dataclasses.replace(mosaic.DEFAULT, **change)
         check(range(8), decode(q, kv, layer, batch, config=config))
+
+
+@functools.partial(jax.jit, static_argnames="kernels", donate_argnums=0)
+def two_layers(kv, qkv, cos, sin, batch, kernels):
+    kv, outs = prepare(kv, batch, kernels), []
+    for layer in range(LAYERS):
+        out, kv = write_and_decode(qkv, cos, sin, kv, jnp.int32(layer), batch, kernels)
+        qkv = qkv.at[:, : out.shape[1]].add(out)
+        outs.append(out)
+    return kv.replace(scratch=None), jnp.stack(outs)
+
+
+def test_layers_that_write_and_decode_share_a_schedule_and_copy_no_pool():
+    shape, kernels = Shape(), Kernels("mosaic", update="triton")
+    _, kv, _, batch = problem(shape, [1100, 257, 16, 3000])
+    kv = kv.replace(pool=jnp.nan_to_num(kv.pool))  # the first layer too has tokens to read
+    rng = np.random.default_rng(1)
+    channels = shape.heads + 2 * shape.kv_heads
+    qkv = jnp.asarray(rng.standard_normal((4, channels, shape.head_dim)), jnp.bfloat16)
+    turn = angles(4, shape.head_dim, jnp.bfloat16, rng)
+
+    temporaries = []
+    for pages in (2048, 8192):
+        pool = jax.ShapeDtypeStruct((LAYERS, pages, *kv.pool.shape[2:]), jnp.bfloat16)
+        args = PagedKV(pool, shape.planes), qkv, *turn, batch
+        compiled = two_layers.lower(*args, kernels=kernels).compile()
+        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert temporaries[0] == temporaries[1]
+
+    copy = kv.replace(pool=jnp.copy(kv.pool))
+    address = kv.pool.unsafe_buffer_pointer()
+    kv, out = two_layers(kv, qkv, *turn, batch, kernels=kernels)
+    assert kv.pool.unsafe_buffer_pointer() == address
+    wanted_kv, wanted = two_layers(copy, qkv, *turn, batch, kernels=REFERENCE)
+    assert relative(out, wanted) <= 1e-2
+    assert relative(kv.pool, wanted_kv.pool) <= 1e-3
 
 
 def test_repeated_calls_of_one_schedule_give_the_same_bits():
