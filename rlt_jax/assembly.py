@@ -13,7 +13,7 @@ from rlt_jax.engine.exit_policy import exit_policy
 from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
 from rlt_jax.engine.scheduler import Scheduler
-from rlt_jax.kernels.selection import select
+from rlt_jax.kernels.selection import Kernels, select
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
 from rlt_jax.runtime.compilation import Buckets, Programs, use_compilation_cache
 from rlt_jax.runtime.memory_plan import MemoryPlan, plan_memory
@@ -65,16 +65,7 @@ def assemble(
     execution = (execution_config or ExecutionConfig()).resolve(device.platform)
     use_compilation_cache(execution.compilation_cache_dir)
 
-    kernels = select(
-        execution.kernels,
-        platform=device.platform,
-        dtype=policy.dtype,
-        kv_dtype=policy.kv_dtype,
-        head_dim=model.head_dim,
-        heads=model.num_attention_heads,
-        kv_heads=model.num_key_value_heads,
-        page_size=cache.block_size,
-    )
+    kernels = choose_kernels(execution.kernels, model, policy, cache, device.platform)
     buckets = plan_buckets(cache, scheduling, execution)
     clock = [time.perf_counter()]
     plan = plan_memory(model, policy, cache, scheduling.max_num_seqs, buckets, device, kernels)
@@ -113,6 +104,22 @@ def assemble(
     scheduler = Scheduler(scheduling, limits, exits, kv, execution.tokens_per_dispatch)
     core = EngineCore(scheduler, runner, limits, exits, execution.max_in_flight)
     return Assembly(core, runner, programs, plan, start_up)
+
+
+def choose_kernels(
+    requested: str, model: OuroConfig, policy: DTypePolicy, cache: CacheConfig, platform: str
+) -> Kernels:
+    """The kernels that ExecutionConfig.kernels = `requested` gives a model on a platform."""
+    return select(
+        requested,
+        platform=platform,
+        dtype=policy.dtype,
+        kv_dtype=policy.kv_dtype,
+        head_dim=model.head_dim,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_key_value_heads,
+        page_size=cache.block_size,
+    )
 
 
 def plan_buckets(

@@ -20,19 +20,6 @@ from tests.reference.checkpoints import random_ouro
 VOCAB = 97
 MAX_POSITIONS = 64
 
-OURO_1_4B = OuroConfig(
-    vocab_size=49152,
-    hidden_size=2048,
-    intermediate_size=5632,
-    num_hidden_layers=24,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    head_dim=128,
-    max_position_embeddings=65536,
-    total_ut_steps=4,
-    rope_theta=1e6,
-)
-
 
 @functools.cache
 def small_checkpoint() -> tuple[dict, dict]:

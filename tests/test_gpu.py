@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from rlt_jax.assembly import assemble
+from rlt_jax.bench.synthetic import OURO_1_4B
 from rlt_jax.config import SchedulerConfig
 from rlt_jax.engine.types import Stage
 from rlt_jax.models.ouro import DTypePolicy, init_params
@@ -13,7 +14,7 @@ from rlt_jax.runtime.compilation import Buckets, Programs
 from rlt_jax.runtime.programs import Kind
 from rlt_jax.sampling_params import SamplingParams
 from tests.oracle import Comparison
-from tests.support import OURO_1_4B, SHAPES, build_engine, drive, random_work, watch
+from tests.support import SHAPES, build_engine, drive, random_work, watch
 
 pytestmark = pytest.mark.gpu
 

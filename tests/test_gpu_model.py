@@ -13,8 +13,9 @@ import pytest
 from examples.train_tiny.data import examination
 from examples.train_tiny.evaluate import measure
 from rlt_jax import LLM, ExecutionConfig, SamplingParams, SchedulerConfig
+from rlt_jax.assembly import choose_kernels
+from rlt_jax.config import CacheConfig
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch, TileBatch
-from rlt_jax.kernels.selection import select
 from rlt_jax.models import ouro
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig
 from tests import support
@@ -48,16 +49,8 @@ def engine_logits(
     """The same by our stages: `prompt` tokens prefilled in two chunks, the rest decoded."""
     config, policy = OuroConfig.from_dict(raw), DTypePolicy(dtype)
     params = support.fuse(config, tensors, dtype)
-    kernels = select(
-        requested,
-        platform="gpu",
-        dtype=dtype,
-        kv_dtype=dtype,
-        head_dim=config.head_dim,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        page_size=PAGE,
-    )
+    cache = CacheConfig(block_size=PAGE)
+    kernels = choose_kernels(requested, config, policy, cache, "gpu")
     recurrent = jax.jit(ouro.recurrent, static_argnums=(0, 1, 2), donate_argnums=5)
     width, planes = -(-len(tokens) // PAGE), config.total_ut_steps
     layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlt_jax.assembly import choose_kernels
 from rlt_jax.bench.limits import Rates, Work
 from rlt_jax.bench.report import Say, number, percent
 from rlt_jax.bench.roofline import best_seconds
@@ -22,7 +23,7 @@ from rlt_jax.kernels.paged_decode import paged_decode, prepare, write_and_decode
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch, TileBatch
 from rlt_jax.kernels.paged_prefill import paged_prefill
 from rlt_jax.kernels.residual_norm import residual_norm
-from rlt_jax.kernels.selection import Kernels, select
+from rlt_jax.kernels.selection import Kernels
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig
 from rlt_jax.validation import check_int, fail
 
@@ -66,17 +67,8 @@ class KernelsSpec:
         return DTypePolicy.on(platform, self.dtype)
 
     def select(self, platform: str) -> Kernels:
-        model, policy = self.model, self.policy(platform)
-        return select(
-            self.kernels,
-            platform=platform,
-            dtype=policy.dtype,
-            kv_dtype=policy.kv_dtype,
-            head_dim=model.head_dim,
-            heads=model.num_attention_heads,
-            kv_heads=model.num_key_value_heads,
-            page_size=self.cache.block_size,
-        )
+        policy = self.policy(platform)
+        return choose_kernels(self.kernels, self.model, policy, self.cache, platform)
 
 
 @dataclasses.dataclass(frozen=True)

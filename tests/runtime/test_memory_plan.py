@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from rlt_jax.bench.synthetic import OURO_1_4B
 from rlt_jax.config import CacheConfig
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig
 from rlt_jax.runtime import memory_plan
@@ -14,7 +15,6 @@ from rlt_jax.runtime.device_state import abstract_state, tree_bytes
 from rlt_jax.runtime.memory_plan import MemoryPlan, plan_memory
 from rlt_jax.runtime.programs import Kind
 from tests.reference.checkpoints import tensor_shapes
-from tests.support import OURO_1_4B
 
 CPU = jax.devices("cpu")[0]
 BUCKETS = Buckets(rows=(1, 2, 4, 8), prompts=(1, 2, 4, 8, 16))

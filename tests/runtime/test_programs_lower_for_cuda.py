@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
+from rlt_jax.bench.synthetic import OURO_1_4B
 from rlt_jax.kernels.compat import MOSAIC_CANNOT, lower_for_cuda
 from rlt_jax.kernels.selection import select
 from rlt_jax.models.ouro import DTypePolicy, abstract_params
 from rlt_jax.runtime.device_state import StateShape, abstract_state
 from rlt_jax.runtime.programs import Kind, ProgramSpec, build, input_layout
-from tests.support import OURO_1_4B
 
 BUCKET, PAGE = 32, 16
 CONFIG = dataclasses.replace(OURO_1_4B, num_hidden_layers=2)
