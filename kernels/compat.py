@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxlib.mlir import ir
@@ -23,6 +24,7 @@ __all__ = [
     "atomic_add",
     "barrier",
     "dot",
+    "exp2",
     "ir",
     "llvm",
     "load",
@@ -41,6 +43,20 @@ WHOLE = pl.BlockSpec(memory_space=pl.ANY)
 
 load, store, dot = plgpu.load, plgpu.store, plgpu.dot
 atomic_add, barrier = plgpu.atomic_add, plgpu.debug_barrier
+
+
+def exp2(x: jax.Array, interpret: bool) -> jax.Array:
+    """2 ** x by the hardware's approximation (2 ulp), denormal results as zeros."""
+    if interpret:
+        return jnp.exp2(x)
+    (result,) = plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
 
 
 def triton_call(

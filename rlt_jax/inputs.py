@@ -27,6 +27,8 @@ def _check_token_ids(name: str, prompt: object) -> list[int]:
     if not _is_list(prompt):
         fail(name, prompt, "must be a string or a list of token ids")
     prompt = list(prompt)
+    if set(map(type, prompt)) <= {int}:
+        return prompt
     for i, token in enumerate(prompt):
         if not _is_integer(token):
             fail(f"{name}[{i}]", token, "must be an integer token id")

@@ -21,7 +21,9 @@ from rlt_jax.kernels.paged_decode.triton_splits import (
     DecodeConfig,
     Row,
     Shape,
+    attend_lane,
     attention,
+    flat_pool,
 )
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch
 
@@ -33,7 +35,7 @@ def paged_decode(q_rhx, kv: PagedKV, layer, batch: RowBatch, interpret, config=D
     if rows == 0:
         return q_rhx
     shape = Shape.of(kv, batch, heads, q_rhx.dtype, config)
-    operands = (*_batch_operands(layer, batch), q_rhx, kv.pool, make_arrivals(kv, batch))
+    operands = (*_batch_operands(layer, batch), q_rhx, flat_pool(kv.pool), make_arrivals(kv, batch))
     return _call(paged_decode_splits, shape, rows, operands, interpret)[0]
 
 
@@ -47,10 +49,18 @@ def write_and_decode(
     shape = Shape.of(kv, batch, heads, qkv_rcx.dtype, config)
     shared = kv.scratch is not None
     arrivals_rk = kv.scratch if shared else make_arrivals(kv, batch)
-    operands = (*_batch_operands(layer, batch), qkv_rcx, cos_ry, sin_ry, kv.pool, arrivals_rk)
-    out_rhx, *_, arrivals_rk, pool = _call(
+    operands = (
+        *_batch_operands(layer, batch),
+        qkv_rcx,
+        cos_ry,
+        sin_ry,
+        flat_pool(kv.pool),
+        arrivals_rk,
+    )
+    out_rhx, *_, arrivals_rk, flat = _call(
         write_and_decode_splits, shape, rows, operands, interpret, writes=True
     )
+    pool = flat.reshape(kv.pool.shape)
     return out_rhx, kv.replace(pool=pool, scratch=arrivals_rk if shared else None)
 
 
@@ -65,7 +75,7 @@ def _batch_operands(layer, batch: RowBatch):
 
 
 def _call(body, shape: Shape, rows, operands, interpret, writes=False):
-    """Runs `body` for each row, K/V head and lane. Returns (out_rhx, ...[, pool])."""
+    """Runs `body` for each row, K/V head and lane. Returns (out_rhx, ...[, flat pool])."""
     config, splits = shape.config, shape.max_splits
     lanes = config.lanes(rows, shape.kv_heads, splits)
     out = jax.ShapeDtypeStruct((rows, shape.heads, shape.head_dim), shape.q_dtype)
@@ -117,14 +127,7 @@ def paged_decode_splits(
 
     @pl.when(row.lane < row.splits)
     def _():
-        attends = attention(row, pool_ref, load_q)
-
-        def attend(split):
-            first = split * row.split_tokens
-            end = jnp.minimum(first + row.split_tokens, row.length)
-            attends.store(attends.attend(first, end, attends.nothing()), split, part_refs)
-
-        row.for_each_split(lanes, attend)
+        attend_lane(row, attention(row, pool_ref, load_q), lanes, row.length, None, part_refs)
         _finish(row, lanes, part_refs, arrivals_ref, out_ref, interpret)
 
     _finish_empty(row, out_ref)
@@ -158,19 +161,13 @@ def write_and_decode_splits(
     def _():
         attends = attention(row, pool_in_ref, load_q)
         own_kv = _own_token(row, qkv_ref, load_q)
-        last = row.splits - 1
+        own_place = row.places(row.position)
+        own_state = attends.one_token(*own_kv)
+        attend_lane(row, attends, lanes, row.position, own_state, part_refs)
 
-        def attend(split):
-            first = split * row.split_tokens
-            end = jnp.minimum(first + row.split_tokens, row.position)
-            own = attends.one_token(*own_kv, seen=split == last)
-            attends.store(attends.attend(first, end, own), split, part_refs)
-
-        row.for_each_split(lanes, attend)
-
-        @pl.when(lax.rem(last, jnp.int32(lanes)) == row.lane)
+        @pl.when(lax.rem(row.splits - 1, jnp.int32(lanes)) == row.lane)
         def _():
-            _write(row, pool_ref, own_kv)
+            _write(row, pool_ref, own_place, own_kv)
 
         _finish(row, lanes, part_refs, arrivals_ref, out_ref, interpret)
 
@@ -188,14 +185,12 @@ def _own_token(row: Row, qkv_ref, load_rotated_head):
     return tuple(a.astype(shape.q_dtype).astype(shape.kv_dtype) for a in (k_x, v_x))
 
 
-def _write(row: Row, pool_ref, own_kv):
-    shape = row.shape
-    at_x = jnp.arange(shape.width)
-    entry, offset = shape.divide_by_page(row.position)
-    page = row.physical_page(row.tables_ref[row.row, entry])
+def _write(row: Row, pool_ref, own_place, own_kv):
+    page, offset = own_place
+    at_x = jnp.arange(row.shape.width)
     for side, own_x in enumerate(own_kv):
-        place = pool_ref.at[row.layer, page, side, row.kv_head, offset, at_x]
-        store(place, own_x, mask=at_x < shape.head_dim)
+        place = pool_ref.at[row.head_page(page, side), offset, at_x]
+        store(place, own_x, mask=at_x < row.shape.head_dim)
 
 
 def _finish(row: Row, lanes, part_refs, arrivals_ref, out_ref, interpret):

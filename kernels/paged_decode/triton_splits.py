@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -23,9 +24,8 @@ class DecodeConfig:
     shape must not be chosen by the number of rows.
 
     tokens: read at once by a program. split_tokens: of a split; doubled in rows that would have
-    more than max_splits. prefetch: what the kernel itself loads an iteration ahead: "none",
-    "pages" (entries of the block table) or "tiles" (K and V too; VectorAttention only).
-    num_stages: iterations that Triton keeps in flight by asynchronous copies (DotAttention only).
+    more than max_splits. num_stages: iterations that Triton keeps in flight by asynchronous copies
+    (DotAttention only).
     programs: as many as are resident together; fewer rows and heads than that share the splits of
     each among several lanes. dot_group: query heads per K/V head from which on the tensor cores
     multiply. combine_splits: added at once in the end.
@@ -34,7 +34,6 @@ class DecodeConfig:
     tokens: int = 32
     split_tokens: int = 256
     max_splits: int = 64
-    prefetch: str = "pages"
     num_warps: int = 4
     num_stages: int = 3
     programs: int = 512
@@ -55,6 +54,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     page_size: int
+    num_pages: int
     planes: int
     table_tokens: int
     q_dtype: jnp.dtype
@@ -68,6 +68,7 @@ class Shape:
             kv_heads=kv.kv_heads,
             head_dim=kv.pool.shape[5],
             page_size=kv.page_size,
+            num_pages=kv.num_pages,
             planes=kv.planes,
             table_tokens=batch.tables_rp.shape[1] * kv.page_size,
             q_dtype=jnp.dtype(q_dtype),
@@ -115,6 +116,14 @@ class Shape:
         return tokens >> (size.bit_length() - 1), tokens & (size - 1)
 
 
+def flat_pool(pool: jax.Array) -> jax.Array:
+    """The pool as [layers * pages * 2 * kv_heads, page_size, head_dim].
+
+    The index of a head's page fits 32 bits: one 64-bit product an address instead of five.
+    """
+    return pool.reshape(-1, *pool.shape[4:])
+
+
 class Row:
     """What a program knows of its row, K/V head and lane."""
 
@@ -129,24 +138,54 @@ class Row:
         self.split_tokens = shape.split_tokens(self.length)
         self.splits = lax.div(self.length + self.split_tokens - 1, self.split_tokens)
 
-    def places(self, tokens, end):
-        """(physical page, offset in it) of each token before `end`."""
+    def places(self, tokens):
+        """(physical page, offset in it) of tokens; those past the row's end get some page."""
         entries, offsets = self.shape.divide_by_page(tokens)
-        logical = load(self.tables_ref.at[self.row, entries], mask=tokens < end, other=0)
-        return self.physical_page(logical), offsets
+        # Without a mask, which would wait for the row's position.
+        entries = jnp.minimum(entries, self.shape.table_tokens // self.shape.page_size - 1)
+        return self.physical_page(load(self.tables_ref.at[self.row, entries])), offsets
 
     def physical_page(self, logical):
         return PagedKV(None, self.shape.planes).physical_page(logical, self.depth)
 
-    def for_each_split(self, lanes, attend):
-        """Calls `attend(split)` for every split of this lane."""
+    def head_page(self, pages, side):
+        """Where the keys (side 0) or values (1) of this head lie in flat_pool."""
+        shape = self.shape
+        return ((self.layer * shape.num_pages + pages) * 2 + side) * shape.kv_heads + self.kv_head
 
-        def step(i, nothing):
-            attend(self.lane + i * lanes)
-            return nothing
 
-        steps = lax.div(jnp.maximum(self.splits - self.lane, 0) + lanes - 1, jnp.int32(lanes))
-        lax.fori_loop(0, steps, step, jnp.int32(0))
+def attend_lane(row: Row, attends, lanes: int, end, own_state, part_refs) -> None:
+    """Attends over the row's tokens before `end`, and stores the part of every split of this lane.
+
+    own_state: what the last split starts with (None: with nothing).
+    """
+
+    def attend(i, nothing):
+        split = row.lane + i * lanes
+        start = attends.nothing()
+        if own_state is not None:
+            is_last = split == row.splits - 1
+            start = jax.tree.map(lambda own, none: jnp.where(is_last, own, none), own_state, start)
+        first = split * row.split_tokens
+        split_end = jnp.minimum(first + row.split_tokens, end)
+        attends.store(_attend_split(row, attends, first, split_end, start), split, part_refs)
+        return nothing
+
+    splits = lax.div(row.splits - row.lane + lanes - 1, jnp.int32(lanes))
+    lax.fori_loop(0, splits, attend, jnp.int32(0))
+
+
+def _attend_split(row: Row, attends, first, end, state):
+    """The state after tokens first .. end - 1."""
+
+    def step(i, carry):
+        found, state = carry
+        tokens = first + i * attends.tokens + attends.offsets
+        ahead = row.places(tokens + attends.tokens)
+        return ahead, attends.add(state, found, tokens < end)
+
+    steps = lax.div(jnp.maximum(end - first, 0) + attends.tokens - 1, jnp.int32(attends.tokens))
+    return lax.fori_loop(0, steps, step, (row.places(first + attends.offsets), state))[-1]
 
 
 def attention(row: Row, pool_ref, load_q):
@@ -171,7 +210,9 @@ class VectorAttention:
         threads_a_token = max(1, shape.width * shape.kv_dtype.itemsize // _VECTOR_BYTES)
         slots = max(1, shape.config.num_warps * 32 // threads_a_token)
         self.slots = min(slots, shape.config.tokens)
-        self.wraps = shape.config.tokens // self.slots
+        wraps = shape.config.tokens // self.slots
+        self.tokens = shape.config.tokens
+        self.offsets = jnp.arange(wraps)[:, None] * self.slots + jnp.arange(self.slots)[None]
         self.first_head = row.kv_head * shape.group
         self.queries_gx = [
             load_q(self.first_head + i, self.at_x, self.in_head_x) * shape.scale
@@ -186,9 +227,9 @@ class VectorAttention:
         )
         return (empty,) * self.shape.group
 
-    def one_token(self, k_x, v_x, seen):
-        """The state after one token, in the first slot, if it is seen at all."""
-        mine_s1 = (jnp.arange(self.slots)[:, None] == 0) & seen
+    def one_token(self, k_x, v_x):
+        """The state after one token, in the first slot."""
+        mine_s1 = jnp.arange(self.slots)[:, None] == 0
         k_x, v_x = k_x.astype(jnp.float32), v_x.astype(jnp.float32)
         total_s1 = jnp.where(mine_s1, 1.0, 0.0)
         sum_sx = jnp.where(mine_s1, v_x[None], 0.0)
@@ -197,54 +238,9 @@ class VectorAttention:
             for q_x in self.queries_gx
         )
 
-    def attend(self, first, end, state):
-        """Adds tokens first .. end - 1."""
-        tokens = self.shape.config.tokens
-        steps = lax.div(jnp.maximum(end - first, 0) + tokens - 1, jnp.int32(tokens))
-        prefetch = self.shape.config.prefetch
-
-        def places(i):
-            return self.row.places(self._tokens(first, i), end)
-
-        def tiles(i, found):
-            return [self._tile(side, *found, self._tokens(first, i) < end) for side in (0, 1)]
-
-        def add(i, k_wsx, v_wsx, state):
-            return self._add(state, self._tokens(first, i) < end, k_wsx, v_wsx)
-
-        def with_pages_ahead(i, carry):
-            found, state = carry
-            return places(i + 1), add(i, *tiles(i, found), state)
-
-        def with_tiles_ahead(i, carry):
-            found, ahead, state = carry
-            return places(i + 2), tiles(i + 1, found), add(i, *ahead, state)
-
-        if prefetch == "tiles":
-            start = (places(1), tiles(0, places(0)), state)
-            return lax.fori_loop(0, steps, with_tiles_ahead, start)[-1]
-        if prefetch == "pages":
-            return lax.fori_loop(0, steps, with_pages_ahead, (places(0), state))[-1]
-        return lax.fori_loop(0, steps, lambda i, state: add(i, *tiles(i, places(i)), state), state)
-
-    def _tokens(self, first, i):
-        wraps = jnp.arange(self.wraps)[:, None] * self.slots
-        return first + i * self.shape.config.tokens + wraps + jnp.arange(self.slots)[None]
-
-    def _tile(self, side, pages, offsets, seen):
-        place = self.pool_ref.at[
-            self.row.layer,
-            pages[:, :, None],
-            side,
-            self.row.kv_head,
-            offsets[:, :, None],
-            self.at_x[None, None],
-        ]
-        # Zeros where nothing was written: 0 * NaN must not reach the sum.
-        return load(place, mask=seen[:, :, None] & self.in_head_x[None, None], other=0)
-
-    def _add(self, state, seen_ws, k_wsx, v_wsx):
-        k_wsx, v_wsx = k_wsx.astype(jnp.float32), v_wsx.astype(jnp.float32)
+    def add(self, state, found, seen_ws):
+        """The state after a tile, whose tokens lie at the places `found`."""
+        k_wsx, v_wsx = (self._tile(side, *found, seen_ws).astype(jnp.float32) for side in (0, 1))
         added = []
         for q_x, (peak_s1, total_s1, sum_sx) in zip(self.queries_gx, state):
             scores_ws = jnp.where(seen_ws, jnp.sum(k_wsx * q_x[None, None], axis=2), MASKED)
@@ -256,6 +252,12 @@ class VectorAttention:
             sum_sx = sum_sx * decay_s1 + jnp.sum(weights_ws1 * v_wsx, axis=0)
             added.append((new_peak_s1, total_s1, sum_sx))
         return tuple(added)
+
+    def _tile(self, side, pages, offsets, seen):
+        head_pages = self.row.head_page(pages, side)
+        place = self.pool_ref.at[head_pages[:, :, None], offsets[:, :, None], self.at_x[None, None]]
+        # Zeros where nothing was written: 0 * NaN must not reach the sum.
+        return load(place, mask=seen[:, :, None] & self.in_head_x[None, None], other=0)
 
     def store(self, state, split, part_refs):
         sums_ref, peaks_ref, totals_ref = part_refs
@@ -272,8 +274,8 @@ class DotAttention:
     """Tensor cores: the query heads of a group are the rows of a matrix, padded to 16.
 
     At one query head 15 rows of 16 are wasted, but a decode waits for memory, and Triton copies
-    the tiles of a product asynchronously, several iterations ahead. The state is (peaks [g],
-    totals [g], sums [g, x]).
+    the tiles of a product asynchronously, an iteration ahead. The state is (peaks [g], totals
+    [g, t], sums [g, x]): totals are added up in the end, since warps must meet for that.
     """
 
     def __init__(self, row: Row, pool_ref, load_q):
@@ -282,6 +284,7 @@ class DotAttention:
         self.at_x = jnp.arange(shape.width)[None]
         self.in_head_x = self.at_x < shape.head_dim
         self.tokens = max(shape.config.tokens, _DOT_ROWS)
+        self.offsets = jnp.arange(self.tokens)
         self.rows = max(pl.next_power_of_2(shape.group), _DOT_ROWS)
         at_g = jnp.arange(self.rows)[:, None]
         heads_g = row.kv_head * shape.group + at_g
@@ -291,69 +294,43 @@ class DotAttention:
     def nothing(self):
         return (
             jnp.full((self.rows,), MASKED, jnp.float32),
-            jnp.zeros((self.rows,), jnp.float32),
+            jnp.zeros((self.rows, self.tokens), jnp.float32),
             jnp.zeros((self.rows, self.shape.width), jnp.float32),
         )
 
-    def one_token(self, k_x, v_x, seen):
-        """The state after one token, if it is seen at all."""
+    def one_token(self, k_x, v_x):
+        """The state after one token."""
         k_x, v_x = k_x.astype(jnp.float32), v_x.astype(jnp.float32)
-        scores_g = jnp.sum(self.q_gx.astype(jnp.float32) * k_x[None], axis=1) * self.shape.scale
-        peak_g = jnp.where(seen, scores_g, MASKED)
-        total_g = jnp.where(seen, jnp.ones_like(scores_g), 0.0)
-        return peak_g, total_g, total_g[:, None] * v_x[None]
-
-    def attend(self, first, end, state):
-        """Adds tokens first .. end - 1."""
-        steps = lax.div(jnp.maximum(end - first, 0) + self.tokens - 1, jnp.int32(self.tokens))
-
-        def tokens(i):
-            return first + i * self.tokens + jnp.arange(self.tokens)
-
-        def places(i):
-            return self.row.places(tokens(i), end)
-
-        def add(i, found, state):
-            seen = tokens(i) < end
-            return self._add(state, seen, *(self._tile(side, *found, seen) for side in (0, 1)))
-
-        def with_pages_ahead(i, carry):
-            found, state = carry
-            return places(i + 1), add(i, found, state)
-
-        if self.shape.config.prefetch == "none":
-            return lax.fori_loop(0, steps, lambda i, state: add(i, places(i), state), state)
-        return lax.fori_loop(0, steps, with_pages_ahead, (places(0), state))[-1]
+        peak_g = jnp.sum(self.q_gx.astype(jnp.float32) * k_x[None], axis=1) * self.shape.scale
+        total_gt = jnp.zeros((self.rows, 1)) + jnp.where(self.offsets == 0, 1.0, 0.0)[None]
+        return peak_g, total_gt, jnp.zeros((self.rows, 1)) + v_x[None]
 
     def _tile(self, side, pages, offsets, seen):
         place = self.pool_ref.at[
-            self.row.layer,
-            pages[:, None],
-            side,
-            self.row.kv_head,
-            offsets[:, None],
-            self.at_x,
+            self.row.head_page(pages, side)[:, None], offsets[:, None], self.at_x
         ]
         return load(place, mask=seen[:, None] & self.in_head_x, other=0)
 
-    def _add(self, state, seen_t, k_tx, v_tx):
-        peak_g, total_g, sum_gx = state
+    def add(self, state, found, seen_t):
+        """The state after a tile, whose tokens lie at the places `found`."""
+        peak_g, total_gt, sum_gx = state
+        k_tx, v_tx = (self._tile(side, *found, seen_t) for side in (0, 1))
         multiply = functools.partial(dot, precision=lax.Precision.HIGHEST)
         scores_gt = multiply(self.q_gx, k_tx, trans_b=True) * self.shape.scale
         scores_gt = jnp.where(seen_t[None], scores_gt, MASKED)
         new_peak_g = jnp.maximum(peak_g, jnp.max(scores_gt, axis=1))
         decay_g = jnp.exp2(peak_g - new_peak_g)
         weights_gt = jnp.exp2(scores_gt - new_peak_g[:, None])
-        total_g = total_g * decay_g + jnp.sum(weights_gt, axis=1)
+        total_gt = total_gt * decay_g[:, None] + weights_gt
         mixed_gx = multiply(weights_gt.astype(v_tx.dtype), v_tx)
-        return new_peak_g, total_g, sum_gx * decay_g[:, None] + mixed_gx
+        return new_peak_g, total_gt, sum_gx * decay_g[:, None] + mixed_gx
 
     def store(self, state, split, part_refs):
-        peak_g, total_g, sum_gx = state
+        peak_g, total_gt, sum_gx = state
         sums_ref, peaks_ref, totals_ref = part_refs
         at_g = jnp.arange(self.rows)
         heads_g, real_g = self.row.kv_head * self.shape.group + at_g, at_g < self.shape.group
         row = self.row.row
         store(sums_ref.at[row, split, heads_g[:, None], self.at_x], sum_gx, mask=real_g[:, None])
         store(peaks_ref.at[row, split, heads_g], peak_g, mask=real_g)
-        store(totals_ref.at[row, split, heads_g], total_g, mask=real_g)
+        store(totals_ref.at[row, split, heads_g], jnp.sum(total_gt, axis=1), mask=real_g)

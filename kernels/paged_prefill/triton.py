@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from rlt_jax.kernels.compat import WHOLE, dot, load, store, triton_call
+from rlt_jax.kernels.compat import WHOLE, dot, exp2, load, store, triton_call
 from rlt_jax.kernels.paged_kv import PagedKV, TileBatch
 
 _SMALLEST_DOT = 16  # of any side
@@ -25,15 +25,13 @@ _SMALLEST_DOT = 16  # of any side
 
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
-    """key_block: keys a step; a power of two, as the page size must be. split: the blocks before
-    a tile's first row are walked without masks, in a loop of their own. Which of its blocks those
-    are shows where a row lies in its tile: a row's bits are its own only if the compiler makes the
-    same arithmetic of both loops."""
+    """key_block: keys a step; a power of two, as the page size must be. tile_programs: programs of
+    a head, as a multiple of the tiles that full ones would make of the batch."""
 
     key_block: int = 128
     num_warps: int = 8
     num_stages: int = 3
-    split: bool = False
+    tile_programs: int = 2
 
     @classmethod
     def of(cls, dtype, head_dim: int) -> "PrefillConfig":
@@ -53,21 +51,25 @@ def paged_prefill(
 ) -> jax.Array:
     heads, head_dim = q_thx.shape[1:]
     config = config or PrefillConfig.of(q_thx.dtype, head_dim)
-    lengths_n = batch.starts_n + batch.counts_n
-    order_n = jnp.argsort(-lengths_n)  # the tiles with most keys start first
+    lengths_n = jnp.where(batch.counts_n > 0, batch.starts_n + batch.counts_n, 0)
+    order_n = jnp.argsort(-lengths_n)  # most keys first, no tiles last
     tiles = (batch.first_rows_n, batch.starts_n, batch.counts_n, batch.depths_n)
     tiles_n4 = jnp.stack(tiles, axis=1)[order_n].astype(jnp.int32)
+    layer_and_tiles = jnp.stack([layer.reshape(()), jnp.sum(batch.counts_n > 0)]).astype(jnp.int32)
+    # Most of n may be no tiles, and a program that has none still takes its turn.
+    programs = config.tile_programs * pl.cdiv(batch.num_rows, batch.tile_rows)
     kernel = functools.partial(
         _kernel,
         planes=kv.planes,
         rows=_block(batch.tile_rows),
         columns=_block(head_dim),
         config=config,
+        interpret=interpret,
     )
     return triton_call(
         kernel,
         # Heads run fastest: the programs of a tile are neighbours in time.
-        grid=(heads, len(order_n)),
+        grid=(heads, min(programs, len(order_n))),
         out_shape=jax.ShapeDtypeStruct(q_thx.shape, q_thx.dtype),
         in_specs=[WHOLE] * 6,
         out_specs=WHOLE,
@@ -78,7 +80,7 @@ def paged_prefill(
         interpret=interpret,
         name="paged_prefill",
     )(
-        jnp.reshape(layer, (1,)).astype(jnp.int32),
+        layer_and_tiles,
         order_n.astype(jnp.int32),
         tiles_n4,
         batch.tables_np,
@@ -92,7 +94,7 @@ def _block(size: int) -> int:
 
 
 def _kernel(
-    layer_ref,  # [1]
+    layer_and_tiles_ref,  # [2]: layer, tiles that there are
     order_ref,  # [n]
     tiles_ref,  # [n, 4]: first row, start, count, depth; by descending length
     tables_ref,  # [n, p]
@@ -104,63 +106,69 @@ def _kernel(
     rows: int,
     columns: int,
     config: PrefillConfig,
+    interpret: bool,
 ):
-    head, tile = pl.program_id(0), pl.program_id(1)
-    first_row, start, count, depth = (tiles_ref[tile, i] for i in range(4))
-    end = jnp.where(count > 0, start + count, 0)
-    offset_m = jnp.arange(rows)
-    column_x = jnp.arange(columns)
-    q_at = q_ref.at[(first_row + offset_m)[:, None], head, column_x[None, :]]
-    out_at = out_ref.at[(first_row + offset_m)[:, None], head, column_x[None, :]]
-    own_mx = (offset_m < count)[:, None] & (column_x < q_ref.shape[2])[None, :]
-    q_mx = load(q_at, mask=own_mx, other=0)
+    head, first, programs = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+    layer, tiles = layer_and_tiles_ref[0], layer_and_tiles_ref[1]
 
-    read_block = functools.partial(
-        _read_block,
-        pool_ref,
-        tables_ref,
-        row=order_ref[tile],
-        layer=layer_ref[0],
-        physical_page=functools.partial(PagedKV(None, planes).physical_page, depth=depth),
-        head=lax.div(head, q_ref.shape[1] // pool_ref.shape[3]),
-        column_x=column_x,
-        dtype=q_mx.dtype,
-    )
-    step = functools.partial(_step, q_mx, math.log2(math.e) * q_ref.shape[2] ** -0.5)
-    offset_c = jnp.arange(config.key_block)
+    def attend(i, nothing):
+        tile = first + i * programs
+        first_row, start, count, depth = (tiles_ref[tile, i] for i in range(4))
+        read_block = functools.partial(
+            _read_block,
+            pool_ref,
+            tables_ref,
+            row=order_ref[tile],
+            layer=layer,
+            physical_page=functools.partial(PagedKV(None, planes).physical_page, depth=depth),
+            head=lax.div(head, q_ref.shape[1] // pool_ref.shape[3]),
+            column_x=jnp.arange(columns),
+            dtype=q_ref.dtype,
+        )
+        row_m, column_x = first_row + jnp.arange(rows), jnp.arange(columns)
+        index = (row_m[:, None], head, column_x[None, :])
+        own_mx = (jnp.arange(rows) < count)[:, None] & (column_x < q_ref.shape[2])[None, :]
+        q_mx = load(q_ref.at[index], mask=own_mx, other=0)
+        scale = math.log2(math.e) * q_ref.shape[2] ** -0.5
+        step = functools.partial(_step, q_mx, scale, functools.partial(exp2, interpret=interpret))
+        out_mx = _attend_tile(step, q_mx.shape, read_block, start, count, config.key_block)
+        store(out_ref.at[index], out_mx.astype(out_ref.dtype), mask=own_mx)
+        return nothing
 
-    def whole_block(i, carry):
-        return step(carry, *read_block(i, offset_c, None), None)
+    steps = lax.div(jnp.maximum(tiles - first, 0) + programs - 1, jnp.int32(programs))
+    lax.fori_loop(0, steps, attend, jnp.int32(0))
 
-    def masked_block(i, carry):
-        position_c = i * config.key_block + offset_c
-        seen_mc = position_c[None, :] <= (start + offset_m)[:, None]
-        return step(carry, *read_block(i, offset_c, position_c < end), seen_mc)
+
+def _attend_tile(step, shape, read_block, start, count, key_block: int):
+    """float32 [m, x]; count > 0."""
+    rows, columns = shape
+    position_m = start + jnp.arange(rows)
+    offset_c = jnp.arange(key_block)
+
+    def add_block(i, carry):
+        position_c = i * key_block + offset_c
+        seen_mc = position_c[None, :] <= position_m[:, None]
+        return step(carry, *read_block(i, offset_c, position_c < start + count), seen_mc)
 
     carry = (
         jnp.full((rows,), -jnp.inf, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
         jnp.zeros((rows, columns), jnp.float32),
     )
-    blocks = pl.cdiv(end, config.key_block)
-    whole = 0
-    if config.split:
-        whole = jnp.minimum(lax.div(start + 1, config.key_block), blocks)
-        carry = lax.fori_loop(0, whole, whole_block, carry)
-    _, total_m, mixed_mx = lax.fori_loop(whole, blocks, masked_block, carry)
-    out_mx = (mixed_mx / total_m[:, None]).astype(out_ref.dtype)
-    store(out_at, out_mx, mask=own_mx)
+    blocks = lax.div(start + count + key_block - 1, jnp.int32(key_block))
+    _, total_m, mixed_mx = lax.fori_loop(0, blocks, add_block, carry)
+    return mixed_mx / total_m[:, None]
 
 
 def _read_block(
     pool_ref, tables_ref, i, offset_c, valid_c, *, row, layer, physical_page, head, column_x, dtype
 ):
-    """Keys and values [c, x] of block i; zeros where invalid (valid_c None: nowhere)."""
+    """Keys and values [c, x] of block i; zeros where invalid."""
     page_size, head_dim = pool_ref.shape[4:]
     block = offset_c.size
     if page_size < block:
         table_at = tables_ref.at[row, i * (block // page_size) + lax.div(offset_c, page_size)]
-        logical_c = _load(table_at, valid_c)
+        logical_c = load(table_at, mask=valid_c, other=0)
         page_c1 = physical_page(logical_c)[:, None]
         offset_c = lax.rem(offset_c, page_size)
     else:
@@ -168,35 +176,24 @@ def _read_block(
         page_c1 = physical_page(tables_ref[row, lax.div(i, blocks_a_page)])
         offset_c = lax.rem(i, blocks_a_page) * block + offset_c
 
-    mask_cx = None if valid_c is None else valid_c[:, None]
-    if column_x.size != head_dim:
-        inside_cx = (column_x < head_dim)[None, :]
-        mask_cx = inside_cx if mask_cx is None else mask_cx & inside_cx
-    if mask_cx is not None:
-        mask_cx = jnp.broadcast_to(mask_cx, (block, column_x.size))
-    keys_at, values_at = (
+    mask_cx = valid_c[:, None] & (column_x < head_dim)[None, :]
+    places = (
         pool_ref.at[layer, page_c1, side, head, offset_c[:, None], column_x[None, :]]
         for side in (0, 1)
     )
-    return _load(keys_at, mask_cx).astype(dtype), _load(values_at, mask_cx).astype(dtype)
+    return [load(place, mask=mask_cx, other=0).astype(dtype) for place in places]
 
 
-def _load(at, mask):
-    return load(at) if mask is None else load(at, mask=mask, other=0)
-
-
-def _step(q_mx, scale, carry, keys_cx, values_cx, seen_mc):
+def _step(q_mx, scale, exp2, carry, keys_cx, values_cx, seen_mc):
     """Online softmax in base 2. Every row sees position 0, so its peak is finite from the first
     block on, and a block that it does not see leaves it as it is, to the bit."""
     peak_m, total_m, mixed_mx = carry
     precision = lax.Precision.HIGHEST if q_mx.dtype == jnp.float32 else None
     scores_mc = dot(q_mx, keys_cx, trans_b=True, precision=precision)
-    if seen_mc is not None:
-        # Before the scale, so that both loops contract the product and the difference alike.
-        scores_mc = jnp.where(seen_mc, scores_mc, -jnp.inf)
+    scores_mc = jnp.where(seen_mc, scores_mc, -jnp.inf)
     new_peak_m = jnp.maximum(peak_m, jnp.max(scores_mc, axis=1) * scale)
-    decay_m = jnp.exp2(peak_m - new_peak_m)
-    weights_mc = jnp.exp2(scores_mc * scale - new_peak_m[:, None])
+    decay_m = exp2(peak_m - new_peak_m)
+    weights_mc = exp2(scores_mc * scale - new_peak_m[:, None])
     total_m = total_m * decay_m + jnp.sum(weights_mc, axis=1)
     mixed_mx = mixed_mx * decay_m[:, None]
     mixed_mx += dot(weights_mc.astype(values_cx.dtype), values_cx, precision=precision)

@@ -65,11 +65,15 @@ def make_request(
 def _check_prompt(prompt: Sequence[int], limits: ModelLimits) -> tuple[int, ...]:
     if isinstance(prompt, (str, bytes, bytearray)) or not isinstance(prompt, Iterable):
         fail("prompt", prompt, "must be a list of token ids")
-    tokens = tuple(plain_number(token) for token in prompt)
+    tokens = tuple(prompt)
     if not tokens:
         fail("prompt", prompt, "must have at least one token")
-    for i, token in enumerate(tokens):
-        check_int(f"prompt[{i}]", token, minimum=0, maximum=limits.vocab_size - 1)
+    # As a whole first: a prompt can have thousands of tokens, and decoding waits meanwhile.
+    if set(map(type, tokens)) != {int}:
+        tokens = tuple(map(plain_number, tokens))
+    if set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= limits.vocab_size:
+        for i, token in enumerate(tokens):
+            check_int(f"prompt[{i}]", token, minimum=0, maximum=limits.vocab_size - 1)
     return tokens
 
 
