@@ -16,7 +16,7 @@ from typing import Any
 from rlt_jax.validation import fail
 
 FORMAT = 1
-COMMIT_VARIABLE = "RLT_JAX_COMMIT"  # for a copy of the sources without their history
+COMMIT_VARIABLE = "RLT_JAX_COMMIT"  # for a copy of the sources without its history
 
 Say = Callable[[str], None]  # shows what is being done
 
@@ -87,7 +87,7 @@ def commit() -> dict[str, Any]:
     root = Path(rlt_jax.__file__).resolve().parents[1]
     version = importlib.metadata.version("rlt-jax")
     found = {"version": version, "git": os.environ.get(COMMIT_VARIABLE), "dirty": None}
-    if (root / ".git").exists():
+    if found["git"] is None and (root / ".git").exists():
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             found["git"] = _git(root, "rev-parse", "HEAD")
             found["dirty"] = bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
