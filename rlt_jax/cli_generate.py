@@ -19,6 +19,7 @@ from rlt_jax.cli_options import (
 from rlt_jax.cli_run import Stopwatch, collect, loaded_llm, print_compiling, write_live
 from rlt_jax.llm import LLM, GenerationError, StreamIncrement
 from rlt_jax.outputs import RequestOutput
+from rlt_jax.run_trace import check_trace_path
 from rlt_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -73,6 +74,11 @@ def add_generate_flags(add: Callable[..., Parser]) -> None:
         "--json", action="store_true", help="print one JSON object per prompt, a line each"
     )
     shown.add_argument("--verbose", action="store_true", help="tell on stderr where the time went")
+    shown.add_argument(
+        "--trace-output",
+        metavar="FILE",
+        help="write what every batch ran, a line of JSON each (rlt-jax trace view draws it)",
+    )
     add_sampling_flags(parser)
     add_engine_flags(parser)
 
@@ -101,6 +107,8 @@ def run_generate(
     console = console or AnswerConsole()  # sys.stdout itself is redirected below
     notes = notes or Console(stderr=True)
     prompts = _prompts(options)
+    if options.trace_output is not None:
+        check_trace_path("--trace-output", options.trace_output)
     params = config_from_flags(SamplingParams, options)
     latest: dict[str, RequestOutput] = {}
     failure: BaseException | None = None
@@ -108,6 +116,8 @@ def run_generate(
         full_depth = llm.engine.model_config.total_ut_steps
         writer = AnswerWriter(console, full_depth, llm.tokenizer)
         live = len(prompts) == 1 and not options.json
+        if options.trace_output is not None:
+            llm.start_trace(options.trace_output)
         stopwatch = Stopwatch(llm)
         try:
             stream = _start(llm, prompts, params, options)

@@ -215,6 +215,22 @@ class LLM:
         """The engine's counters."""
         return self._open_engine().stats()
 
+    def start_trace(self, path: str | os.PathLike) -> None:
+        """Records what every batch does from now on, a line of JSON each (docs/tracing.md)."""
+        self._open_engine().start_trace(path)
+
+    def stop_trace(self) -> None:
+        """Closes the file; close() does so too."""
+        self._open_engine().stop_trace()
+
+    def start_profile(self, directory: str | os.PathLike) -> None:
+        """Lets jax.profiler record from now on, each batch under a name of its own."""
+        self._open_engine().start_profile(directory)
+
+    def stop_profile(self) -> None:
+        """Writes the profile under its folder; close() does so too."""
+        self._open_engine().stop_profile()
+
     def _open_engine(self) -> "LLMEngine":
         if self._engine is None:
             raise RuntimeError("LLM: it is closed; make a new one")

@@ -1,5 +1,6 @@
 """The engine loop: schedule, submit ahead, collect, update; and what happens on a failure."""
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -27,6 +28,21 @@ class BatchRunner(Protocol):
     def reset(self) -> None: ...
 
 
+class Observer(Protocol):
+    """Sees every batch go and come back; it only looks and must not raise."""
+
+    def submitting(
+        self, batch: SchedulerOutput, request_ids: Sequence[str]
+    ) -> contextlib.AbstractContextManager:
+        """Around the call that submits a batch; request_ids: one per row."""
+
+    def collecting(self, batch: SchedulerOutput) -> contextlib.AbstractContextManager:
+        """Around the call that waits for a batch and reads its results."""
+
+    def lost(self, error: str) -> None:
+        """The batches in flight will never be collected."""
+
+
 class EngineCore:
     """Drives one scheduler and one runner, with up to `max_in_flight` batches on the device."""
 
@@ -45,6 +61,7 @@ class EngineCore:
         self._policy = policy
         self._max_in_flight = max_in_flight
         self._clock = clock
+        self.observers: tuple[Observer, ...] = ()
         self._in_flight: deque[tuple[SchedulerOutput, Any]] = deque()  # with their tickets
         self._next_generation = 0
         self._live: dict[int, Request] = {}  # added and not told to have ended, by generation
@@ -128,7 +145,7 @@ class EngineCore:
             if batch is None:
                 return
             try:
-                self._in_flight.append((batch, self.runner.submit(batch)))
+                self._in_flight.append((batch, self._submit(batch)))
             except BatchError as error:
                 logger.error("%s", error)
                 self.scheduler.discard(batch)
@@ -141,9 +158,26 @@ class EngineCore:
     def _collect_oldest(self) -> None:
         batch, ticket = self._in_flight.popleft()
         try:
-            self._tell(self.scheduler.update(batch, self.runner.collect(ticket)))
+            self._tell(self.scheduler.update(batch, self._collect(batch, ticket)))
         except DeviceLostError as error:
             self._lose(error)
+
+    def _submit(self, batch: SchedulerOutput) -> Any:
+        if not self.observers:
+            return self.runner.submit(batch)
+        ids = [self._live[row.generation].id for row in batch.rows]
+        with contextlib.ExitStack() as stack:
+            for observer in self.observers:
+                stack.enter_context(observer.submitting(batch, ids))
+            return self.runner.submit(batch)
+
+    def _collect(self, batch: SchedulerOutput, ticket: Any) -> RunnerOutput:
+        if not self.observers:
+            return self.runner.collect(ticket)
+        with contextlib.ExitStack() as stack:
+            for observer in self.observers:
+                stack.enter_context(observer.collecting(batch))
+            return self.runner.collect(ticket)
 
     def _lose(self, error: DeviceLostError) -> None:
         logger.error("%s; the device state is rebuilt", error)
@@ -157,6 +191,8 @@ class EngineCore:
         """
         if self._lost is not None:
             self._in_flight.clear()
+            for observer in self.observers:
+                observer.lost(self._lost)
             self._tell(self.scheduler.fail_running(self._lost))
             self._tell(request for request in self._live.values() if request.finished)
             self.runner.reset()

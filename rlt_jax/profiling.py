@@ -1,0 +1,70 @@
+"""A jax.profiler trace of an engine's steps, each named for what runs in it."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from rlt_jax.engine.types import SchedulerOutput
+from rlt_jax.validation import fail
+
+
+class Profiler:
+    """Profiles from its making until stop(); an engine.core.Observer.
+
+    Every submit is a step of the profile, under the batch's name and sequence number.
+    """
+
+    def __init__(self, directory: str | os.PathLike):
+        """Raises ValueError when there can be no such folder, RuntimeError when JAX is already
+        profiling."""
+        check_profile_directory("directory", directory)
+        try:
+            Path(directory).mkdir(exist_ok=True)
+        except OSError as error:
+            rule = f"must be a folder that can be made: {error.strerror}"
+            fail("directory", os.fspath(directory), rule)
+        jax.profiler.start_trace(os.fspath(directory))
+        self.path = os.fspath(directory)
+
+    def submitting(
+        self, batch: SchedulerOutput, request_ids: Sequence[str]
+    ) -> contextlib.AbstractContextManager:
+        return jax.profiler.StepTraceAnnotation(name_of(batch), step_num=batch.sequence)
+
+    def collecting(self, batch: SchedulerOutput) -> contextlib.AbstractContextManager:
+        return jax.profiler.TraceAnnotation(f"collect {name_of(batch)}")
+
+    def lost(self, error: str) -> None:
+        pass
+
+    def stop(self) -> None:
+        """Writes the profile."""
+        jax.profiler.stop_trace()
+
+
+def name_of(batch: SchedulerOutput) -> str:
+    """For example "recurrent rows=8 depths=1-3", "prefill rows=2 tokens=96", "coda rows=3"."""
+    rows = list(batch.rows)
+    name = f"{batch.stage.value} rows={len(rows)}"
+    prompt_tokens = sum(len(row.tokens) for row in rows)
+    if prompt_tokens:
+        return f"{name} tokens={prompt_tokens}"
+    depths = [row.depth for row in rows if row.depth]
+    if depths:
+        low, high = min(depths), max(depths)
+        name += f" depths={low}" if low == high else f" depths={low}-{high}"
+    return name if batch.num_tokens == 1 else f"{name} num_tokens={batch.num_tokens}"
+
+
+def check_profile_directory(field: str, path: object) -> None:
+    """Before anything is started: can there be a folder of this name?"""
+    rule = "must be a folder, or a new one in a folder that exists"
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        fail(field, path, rule)
+    if not Path(path).is_dir() and (
+        Path(path).exists() or not Path(path).absolute().parent.is_dir()
+    ):
+        fail(field, os.fspath(path), rule)

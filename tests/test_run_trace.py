@@ -1,0 +1,299 @@
+"""What a recorded run says, whatever happens to its requests and batches."""
+
+import itertools
+import json
+import os
+import re
+
+import pytest
+
+from rlt_jax import LLM, ExitConfig, SamplingParams
+from rlt_jax.engine.types import BatchError, DeviceLostError, Stage
+from rlt_jax.run_trace import TraceRecorder, read_trace
+from tests.engine.fake_device import FakeDevice, fake_engine, run
+from tests.tiny import ADAPTIVE, OPTIONS
+
+PROMPTS = ["Hello", "the quick brown fox", "é", "a b", "one more"]
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with LLM(checkpoint, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def recorded(llm, tmp_path_factory):
+    """A trace of PROMPTS on the real engine, and their outputs."""
+    path = tmp_path_factory.mktemp("trace") / "run.jsonl"
+    llm.start_trace(path)
+    outputs = llm.generate(PROMPTS, ADAPTIVE)
+    llm.stop_trace()
+    llm.generate("not in the trace", ADAPTIVE)
+    return read_trace(path), outputs
+
+
+def rows_of(trace, request):
+    return [
+        (batch, row)
+        for batch in trace.batches
+        for row in batch.rows
+        if row.request == request and batch.collected is not None
+    ]
+
+
+def test_the_header_says_what_ran(recorded, checkpoint):
+    header = recorded[0].header
+    assert (header["format"], header["version"]) == ("rlt-jax run trace", 1)
+    assert set(header["versions"]) == {"python", "rlt-jax", "jax", "jaxlib"}
+    assert (header["model"], header["dtype"]) == (checkpoint, "float32")
+    assert header["model_config"]["total_ut_steps"] == 4
+    assert header["cache_config"]["layout"] == "last_exited"
+    assert header["scheduler_config"]["max_num_seqs"] == 4
+    assert header["execution_config"]["max_in_flight"] == 2
+
+
+def test_rows_tell_how_every_token_was_made(recorded):
+    trace, outputs = recorded
+    for output in outputs:
+        rows = rows_of(trace, output.request_id)
+        assert sum(row.tokens for _, row in rows) == len(output.prompt_token_ids)
+        exits = [row.exit_depth for _, row in rows if row.exit_depth]
+        assert exits == list(output.exit_depths)
+        loops = [r.depth for b, r in rows if r.depth and b.stage is not Stage.PREFILL]
+        assert loops == [d + 1 for depth in output.exit_depths[1:] for d in range(depth)]
+
+
+def test_requests_take_the_places_of_others(recorded):
+    trace, _ = recorded
+    assert max(len(batch.rows) for batch in trace.batches) == 4
+    first = {i: rows_of(trace, str(i))[0][0].sequence for i in range(5)}
+    last = min(rows_of(trace, str(i))[-1][0].sequence for i in range(4))
+    assert first[4] > last
+
+
+def test_times_and_sequences_grow_and_buckets_hold_their_rows(recorded):
+    batches = recorded[0].batches
+    for one, other in itertools.pairwise(batches):
+        assert other.sequence == one.sequence + 1
+        assert 0 <= one.submitted <= other.submitted
+        assert one.collected <= other.collected
+    for batch in batches:
+        assert batch.submitted <= batch.collected
+        count = sum(row.tokens for row in batch.rows) or len(batch.rows)
+        assert count <= batch.bucket
+        assert batch.bucket == (128 if batch.stage is Stage.PREFILL else 4)
+
+
+def test_whole_tokens_say_how_many(tmp_path):
+    core, _ = fake_engine(tokens_per_dispatch=2)
+    trace = record(core, tmp_path, ["a"], SamplingParams(max_tokens=9))
+    rows = [row for _, row in rows_of(trace, "a") if row.exit_depth]
+    assert sum(row.num_tokens for row in rows) == 9
+    assert max(row.num_tokens for row in rows) == 2
+
+
+def record(core, tmp_path, requests, params, during=lambda core: None):
+    """Runs these requests on a fake engine, `during` after the second step; reads the trace."""
+    path = tmp_path / "run.jsonl"
+    recorder = TraceRecorder(path, {})
+    core.observers = (recorder,)
+    for request in requests:
+        core.add_request(request, (1, 2, 3), params)
+    core.step()
+    core.step()
+    during(core)
+    run(core)
+    recorder.stop()
+    return read_trace(path)
+
+
+GATED = SamplingParams(max_tokens=5, exit_threshold=0.7)
+
+
+def test_a_cancelled_request_ends_and_the_others_go_on(tmp_path):
+    core, device = fake_engine()
+    trace = record(core, tmp_path, "ab", GATED, lambda core: core.abort_request("a"))
+    assert len(trace.batches) == len(device.batches)
+    assert all(batch.collected is not None for batch in trace.batches)
+    assert len([row for _, row in rows_of(trace, "b") if row.exit_depth]) == 5
+    assert rows_of(trace, "a")[-1][0].sequence < rows_of(trace, "b")[-1][0].sequence
+
+
+def test_an_id_used_again_is_another_request(tmp_path):
+    core, _ = fake_engine()
+
+    def again(core):
+        core.abort_request("a")
+        core.add_request("a", (1, 2), GATED)
+
+    trace = record(core, tmp_path, "a", GATED, again)
+    assert {row.generation for _, row in rows_of(trace, "a")} == {0, 1}
+
+
+class Failing(FakeDevice):
+    """A device whose batch number `at` fails at submit or at collect."""
+
+    def __init__(self, at, on, error):
+        super().__init__()
+        self.at, self.on, self.error = at, on, error
+
+    def submit(self, batch):
+        if self.on == "submit" and batch.sequence == self.at:
+            raise self.error
+        return super().submit(batch)
+
+    def collect(self, output):
+        if self.on == "collect" and output.sequence == self.at:
+            raise self.error
+        return super().collect(output)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize(
+    "on, error",
+    [
+        ("submit", BatchError("it does not fit")),
+        ("submit", DeviceLostError("the device is gone")),
+        ("collect", DeviceLostError("the device is gone")),
+    ],
+    ids=["refused", "lost at submit", "lost at collect"],
+)
+def test_a_failed_batch_has_no_results_and_says_why(tmp_path, on, error, max_in_flight):
+    device = Failing(4, on, error)
+    core, _ = fake_engine(device, max_in_flight=max_in_flight, max_num_seqs=1)
+    fixed = SamplingParams(max_tokens=5)
+    trace = record(core, tmp_path, "abc", fixed)
+    assert [b.sequence for b in trace.batches] == list(range(1, len(trace.batches) + 1))
+    (failed,) = [batch for batch in trace.batches if batch.sequence == 4]
+    assert (failed.collected, failed.error) == (None, str(error))
+    assert (failed.submitted is None) == (on == "submit")
+    ended = [batch for batch in trace.batches if batch.collected is None]
+    assert len(ended) <= max_in_flight
+    assert len([row for _, row in rows_of(trace, "c") if row.exit_depth]) == 5
+
+
+def test_an_interruption_is_recorded_and_goes_on(tmp_path):
+    core, _ = fake_engine(Failing(2, "collect", KeyboardInterrupt()))
+    recorder = TraceRecorder(tmp_path / "run.jsonl", {})
+    core.observers = (recorder,)
+    core.add_request("a", (1, 2, 3), GATED)
+    with pytest.raises(KeyboardInterrupt):
+        run(core)
+    recorder.stop()
+    batch = read_trace(tmp_path / "run.jsonl").batches[1]
+    assert (batch.sequence, batch.collected, batch.error) == (2, None, "KeyboardInterrupt")
+
+
+def test_a_trace_may_begin_and_end_while_batches_are_in_flight(tmp_path):
+    core, device = fake_engine(exit_config=ExitConfig())
+    core.add_request("a", (1, 2, 3), SamplingParams(max_tokens=20))
+    core.step()
+    assert device.in_flight
+    recorder = TraceRecorder(tmp_path / "run.jsonl", {})
+    core.observers = (recorder,)
+    for _ in range(3):
+        core.step()
+    assert device.in_flight
+    recorder.stop()
+    first, *_, last = read_trace(tmp_path / "run.jsonl").batches
+    assert first.sequence == 3
+    assert (last.collected, last.error) == (None, "in flight when the trace was stopped")
+
+
+@pytest.mark.parametrize("end", ["close", "stop_trace"])
+def test_a_stream_cut_short_leaves_complete_lines(checkpoint, tmp_path, end):
+    path = tmp_path / "run.jsonl"
+    with LLM(checkpoint, **OPTIONS) as llm:
+        llm.start_trace(path)
+        stream = llm.stream(PROMPTS, ADAPTIVE)
+        next(stream)
+        getattr(llm, end)()
+    text = path.read_text()
+    assert text.endswith("\n")
+    assert (
+        len([json.loads(line) for line in text.splitlines()]) == len(read_trace(path).batches) + 1
+    )
+
+
+def test_answers_are_the_same_with_a_trace(recorded, llm):
+    def tokens(outputs):
+        return [(output.token_ids, output.exit_depths) for output in outputs]
+
+    assert tokens(llm.generate(PROMPTS, ADAPTIVE)) == tokens(recorded[1])
+
+
+def test_one_trace_at_a_time(llm, tmp_path):
+    with pytest.raises(RuntimeError, match=r"stop_trace: none is running; start_trace\(\) first"):
+        llm.stop_trace()
+    path = str(tmp_path / "a")
+    llm.start_trace(path)
+    with pytest.raises(RuntimeError, match=re.escape(f"start_trace: one to {path!r} is running")):
+        llm.start_trace(tmp_path / "b")
+    llm.stop_trace()
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("path", ["", None, 3, ".", "/no/folder/run.jsonl"])
+def test_a_bad_path_starts_nothing(llm, path):
+    with pytest.raises(ValueError, match=re.escape(f"path = {path!r}: must be a file")):
+        llm.start_trace(path)
+    with pytest.raises(RuntimeError, match="none is running"):
+        llm.stop_trace()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_ends_the_trace_and_no_request(tmp_path, caplog):
+    with pytest.raises(ValueError, match="path = '/dev/full': must be a file that can be written"):
+        TraceRecorder("/dev/full", {})
+    path = tmp_path / "run.jsonl"
+    core, _ = fake_engine()
+    recorder = TraceRecorder(path, {})
+    core.observers = (recorder,)
+    core.add_request("a", (1, 2, 3), GATED)
+    core.step()
+    with open("/dev/full", "w") as full:
+        os.dup2(full.fileno(), recorder._file.fileno())
+    assert run(core)["a"].finish_reason == "length"
+    with pytest.raises(OSError, match=r"the trace is not complete: .*No space left"):
+        recorder.stop()
+    assert len(read_trace(path).batches) == 1
+    assert len(caplog.messages) == 1
+
+
+HEADER = '{"format": "rlt-jax run trace", "version": 1}\n'
+
+
+@pytest.mark.parametrize(
+    "text, rule",
+    [
+        ("", "must be what --trace-output or start_trace() wrote"),
+        ("hello\n", "must be what --trace-output or start_trace() wrote"),
+        ('{"rows": []}\n', "must be what --trace-output or start_trace() wrote"),
+        ("[1]\n", "must be what --trace-output or start_trace() wrote"),
+        (HEADER.replace("1}", "2}"), "version = 2: must be 1"),
+        (HEADER + "{}\n", "line 2: must be a batch of a run trace"),
+        (HEADER + "3\n", "line 2: must be a batch of a run trace"),
+    ],
+)
+def test_another_file_is_refused(tmp_path, text, rule):
+    path = tmp_path / "run.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {rule}")):
+        read_trace(path)
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"none.jsonl: cannot be read: No such file"):
+        read_trace(tmp_path / "none.jsonl")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ValueError, match="binary: must be what"):
+        read_trace(tmp_path / "binary")
+
+
+def test_a_last_line_cut_short_is_left_out(tmp_path):
+    core, _ = fake_engine()
+    trace = record(core, tmp_path, "a", GATED)
+    path = tmp_path / "run.jsonl"
+    path.write_text(path.read_text()[:-20])
+    assert read_trace(path).batches == trace.batches[:-1]
