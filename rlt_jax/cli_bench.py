@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlt_jax.bench.modes import SCHEDULING
 from rlt_jax.cli_options import Parser, add_config_flags, integers
 from rlt_jax.config import (
     DTYPES,
@@ -58,6 +59,16 @@ _COMMANDS = {
         "\nfirst token, time per output token, peak memory.",
         ["--requests 1,8,32,128 --prompt 1024 --output-tokens 128", "--requests 32 --closed-loop"],
     ),
+    "replay": (
+        "recorded requests in every mode",
+        "Replays recorded requests and depths in every mode: refuses other outputs than recorded,"
+        "\nand prints throughput against the ideal: that of full depth, were it loops alone that"
+        "\ncount. --record FILE makes the recording.",
+        [
+            "--record r.json --requests 128 --max-num-seqs 64 --depths 2,3,4",
+            "r.json --kernels auto,reference --output replay.json",
+        ],
+    ),
     "compare": (
         "ratios of two measurements",
         "Prints what B is to A in every matching row: B's figure divided by A's.",
@@ -65,7 +76,8 @@ _COMMANDS = {
     ),
     "plot": (
         "a chart of measurements",
-        "Draws the fraction of the limit by batch (decode), or throughput by concurrency.",
+        "Draws the fraction of the limit by batch (decode), throughput by concurrency, or the"
+        "\nfraction of the ideal by concurrency (replay).",
         ["decode.json --output decode.svg"],
     ),
 }
@@ -90,6 +102,7 @@ def add_bench_flags(add: Callable[..., Parser]) -> None:
         "prefill": _add_prefill,
         "kernels": _add_kernels,
         "throughput": _add_throughput,
+        "replay": _add_replay,
         "compare": _add_compare,
         "plot": _add_plot,
     }
@@ -133,8 +146,8 @@ def _add_decode(parser: Parser) -> None:
     _integer(group, "--skip", "token steps left out at the start (default: 4)", default=4)
     _integers(group, "--depth", "loops of every token", "the model's")
     _integers(group, "--mixed-depths", "draw each token's loops from these instead", None)
-    _names(group, "--layout", LAYOUTS, "KV planes", "last_exited")
-    _names(group, "--kernels", KERNELS, "kernels, each measured", "auto")
+    _names(group, "--layout", LAYOUTS, "KV planes", "last_exited", ["last_exited"])
+    _names(group, "--kernels", KERNELS, "kernels, each measured", "auto", ["auto"])
     _integer(group, "--seed", "of prompts, weights and depths (default: 0)", default=0)
     _add_engine(parser, {(CacheConfig, "layout"), (ExecutionConfig, "kernels")}, exits=False)
     _add_output(parser, roofline=True)
@@ -188,6 +201,38 @@ def _add_throughput(parser: Parser) -> None:
         parser, SamplingParams, "sampling", ["temperature", "top_p", "top_k"]
     )
     _add_engine(parser, {(ExitConfig, "depths_by_request")})
+    _add_output(parser)
+
+
+def _add_replay(parser: Parser) -> None:
+    parser.add_argument("file", metavar="FILE", nargs="?", help="the recording to replay")
+    group = parser.add_argument_group("replay")
+    _names(group, "--modes", tuple(SCHEDULING), "each with one batch and two in flight", "all")
+    _names(group, "--kernels", KERNELS, "kernels, each measured", "auto")
+    _integer(group, "--repeats", "of which the median counts (default: 3)")
+    text = "other tokens are an error (default: in float32; in bfloat16 they are counted)"
+    group.add_argument("--exact", action="store_true", help=text)
+    group = parser.add_argument_group("recording")
+    group.add_argument("--record", metavar="FILE", help="answer requests and write what was done")
+    _integer(group, "--requests", "in all; --max-num-seqs at once (default: 128, on a CPU 8)")
+    _integer(group, "--prompt", "prompt tokens (default: 1024, on a CPU 64)")
+    _integer(group, "--output-tokens", "output tokens (default: 128, on a CPU 16)")
+    _integers(group, "--depths", "draw each token's loops from these", "2 to the model's")
+    text = "let the model's own gate choose the loops (with --exit-threshold)"
+    group.add_argument("--adaptive", action="store_true", help=text)
+    _integer(group, "--seed", "of prompts, weights, depths and sampling (default: 0)")
+    add_config_flags(
+        parser, SamplingParams, "exit depth", ["exit_threshold", "min_loops", "max_loops"]
+    )
+    parser.advanced += add_config_flags(
+        parser, SamplingParams, "sampling", ["temperature", "top_p", "top_k"]
+    )
+    of_the_mode = {
+        (SchedulerConfig, "mode"),
+        (ExecutionConfig, "kernels"),
+        (ExecutionConfig, "max_in_flight"),
+    }
+    _add_engine(parser, of_the_mode, exits=False)
     _add_output(parser)
 
 
@@ -269,7 +314,14 @@ def _integers(
     group.add_argument(flag, type=integers, metavar="INT[,INT...]", default=default, help=text)
 
 
-def _names(group: Any, flag: str, choices: Sequence[str], help: str, default: str) -> None:
+def _names(
+    group: Any,
+    flag: str,
+    choices: Sequence[str],
+    help: str,
+    shown: str,
+    default: list[str] | None = None,
+) -> None:
     def names(text: str) -> list[str]:
         for name in text.split(","):
             if name not in choices:
@@ -277,5 +329,5 @@ def _names(group: Any, flag: str, choices: Sequence[str], help: str, default: st
                 raise argparse.ArgumentTypeError(rule)
         return text.split(",")
 
-    text = f"{help}: {', '.join(choices)} (default: {default})"
-    group.add_argument(flag, type=names, metavar="NAME[,NAME...]", default=[default], help=text)
+    text = f"{help}: {', '.join(choices)} (default: {shown})"
+    group.add_argument(flag, type=names, metavar="NAME[,NAME...]", default=default, help=text)

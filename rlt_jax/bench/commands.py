@@ -14,6 +14,9 @@ from rlt_jax.bench import (
     kernels,
     plot,
     prefill,
+    record,
+    recording,
+    replay,
     report,
     roofline,
     synthetic,
@@ -21,8 +24,10 @@ from rlt_jax.bench import (
 )
 from rlt_jax.bench.driver import BenchEngine, Configs
 from rlt_jax.bench.limits import Rates
+from rlt_jax.bench.modes import SCHEDULING, all_modes
+from rlt_jax.bench.recording import SOURCE, Conditions
 from rlt_jax.bench.synthetic import BenchModel
-from rlt_jax.cli_options import config_from_flags
+from rlt_jax.cli_options import config_from_flags, flag_name, was_given
 from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
 from rlt_jax.llm_engine import resolve_device
 from rlt_jax.sampling_params import SamplingParams
@@ -38,6 +43,19 @@ class _Session:
     say: report.Say
     engines: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     startups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, say: report.Say) -> "_Session":
+        check_int("--seed", options.seed, minimum=0)
+        configs = Configs(
+            cache=config_from_flags(CacheConfig, options),
+            scheduler=config_from_flags(SchedulerConfig, options),
+            exit=config_from_flags(ExitConfig, options),
+            execution=config_from_flags(ExecutionConfig, options),
+        )
+        say("loading the model")
+        source = {name: getattr(options, name) for name in (*SOURCE, "device")}
+        return cls(synthetic.load_model(**source), configs, say)
 
     def default(self, value: Any, on_gpu: Any, on_cpu: Any) -> Any:
         return default(self.model.device, value, on_gpu, on_cpu)
@@ -154,6 +172,96 @@ def run_throughput(options: argparse.Namespace) -> None:
     _run_on_engines(options, throughput, measure)
 
 
+def run_replay(options: argparse.Namespace) -> None:
+    if (options.file is None) == (options.record is None):
+        fail("FILE", options.file, "must be given, or --record FILE instead, and not both")
+    params = config_from_flags(SamplingParams, options)
+    if options.record is not None:
+        _refuse_flags(options, ("modes", "repeats", "exact", "output"), "cannot go with --record")
+        _record(options, params)
+        return
+    rule = "has a meaning only with --record: a recording says it"
+    _refuse_flags(options, ("requests", "prompt", "output_tokens", "depths", "adaptive"), rule)
+    for field in dataclasses.fields(SamplingParams):
+        if was_given(SamplingParams, field.name, options):
+            fail(flag_name(SamplingParams, field.name), getattr(params, field.name), rule)
+    _replay(options)
+
+
+def _refuse_flags(options: argparse.Namespace, names: Iterable[str], rule: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value is not False:
+            fail("--" + name.replace("_", "-"), value, rule)
+
+
+def _record(options: argparse.Namespace, params: SamplingParams) -> None:
+    report.check_output(options.record, "--record")
+    chosen = options.kernels or ["auto"]
+    if len(chosen) > 1:
+        fail("--kernels", chosen, "must be one with --record")
+    options.seed = options.seed or 0
+    if options.adaptive and options.depths:
+        fail("--depths", options.depths, "cannot be used together with --adaptive")
+    with report.progress() as say:
+        session = _Session.of(options, say)
+        model, full = session.model, session.model.config.total_ut_steps
+        spec = record.RecordSpec(
+            requests=session.default(options.requests, 128, 8),
+            prompt=session.default(options.prompt, 1024, 64),
+            output_tokens=session.default(options.output_tokens, 128, 16),
+            params=params,
+            depths=tuple(options.depths or range(min(2, full), full + 1)),
+            adaptive=options.adaptive,
+            seed=options.seed,
+        )
+        spec.check(model)
+        execution = dataclasses.replace(session.configs.execution, kernels=chosen[0])
+        configs = dataclasses.replace(session.configs, execution=execution)
+        source = {name: getattr(options, name) for name in SOURCE} | {
+            "synthetic": model.synthetic,
+            "dtype": model.policy.dtype,
+            "total_ut_steps": full,
+        }
+        say("recording")
+        with BenchEngine(model, record.prepare(spec, model, configs)) as engine:
+            made = record.record(spec, engine, source)
+            described = engine.describe()
+    recording.write(made, options.record, options.arguments, described, model.device)
+    print(
+        f"{len(made.requests)} requests, {made.width} at once, {made.output_tokens:,} output"
+        f" tokens, mean depth {made.mean_depth:.2f} of {full}, fingerprint {made.fingerprint[:12]}"
+    )
+    print(f"wrote {options.record}")
+
+
+def _replay(options: argparse.Namespace) -> None:
+    recorded = recording.read(options.file)
+    ours = {"synthetic", "model"} if options.synthetic or options.model else set()
+    for name in set(SOURCE) - ours:
+        if getattr(options, name) is None:
+            setattr(options, name, recorded.source[name])
+
+    def measure(session: _Session) -> list[replay.ReplayRow]:
+        model, cache = session.model, session.configs.cache
+        if not was_given(CacheConfig, "layout", options):
+            cache = dataclasses.replace(cache, layout=recorded.conditions.layout)
+        configs = dataclasses.replace(session.configs, cache=cache)
+        recorded.check_conditions(Conditions.at_hand(model, cache.layout), options.file)
+        exact = options.exact or model.policy.dtype == "float32"
+        repeats = 3 if options.repeats is None else options.repeats
+        specs = [
+            replay.ReplaySpec(recorded, mode, repeats, exact)
+            for mode in all_modes(options.modes or SCHEDULING, options.kernels or ["auto"])
+        ]
+        for spec in specs:
+            spec.check()
+        runs = [run for spec in specs for run in session.measure(replay, spec, configs)]
+        return replay.compare_with_ideal(recorded, runs)
+
+    _run_on_engines(options, replay, measure)
+
+
 def run_kernels(options: argparse.Namespace) -> None:
     report.check_output(options.output)
     check_int("--seed", options.seed, minimum=0)
@@ -203,6 +311,7 @@ RUN = {
     "prefill": run_prefill,
     "kernels": run_kernels,
     "throughput": run_throughput,
+    "replay": run_replay,
     "compare": run_compare,
     "plot": run_plot,
 }
@@ -216,19 +325,10 @@ def _run_on_engines(
     """Loads the model and measures; computes limits last, as the arrays of the roofline would
     count as peak memory; prints and writes."""
     report.check_output(options.output)
-    check_int("--seed", options.seed, minimum=0)
-    configs = Configs(
-        cache=config_from_flags(CacheConfig, options),
-        scheduler=config_from_flags(SchedulerConfig, options),
-        exit=config_from_flags(ExitConfig, options),
-        execution=config_from_flags(ExecutionConfig, options),
-    )
-    names = ("synthetic", "model", "dtype", "device", "total_ut_steps", "seed")
     limits = None
     with report.progress() as say:
-        say("loading the model")
-        model = synthetic.load_model(**{name: getattr(options, name) for name in names})
-        session = _Session(model, configs, say)
+        session = _Session.of(options, say)
+        model = session.model
         rows = list(measure(session))
         if "roofline" in options:
             limits = _Limits.of(options, model.device, say)

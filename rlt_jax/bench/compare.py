@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rlt_jax.bench.report import number, read
+from rlt_jax.bench.report import is_figure, number, read
 
 # By command: what makes two rows the same case, and the figures whose ratios are told.
 _SAME = {
@@ -30,6 +30,10 @@ _SAME = {
             "peak_bytes",
         ),
     ),
+    "replay": (
+        ("recording", "requests", "width", "mode", "in_flight", "layout", "kernels"),
+        ("tokens_per_s", "ideal_tokens_per_s", "fraction", "occupancy", "peak_bytes"),
+    ),
 }
 # A field with one value in each file does not tell rows apart: its values can be compared.
 _CHOICES = ("layout", "kernels", "depth", "mixed_depths", "closed_loop")
@@ -53,7 +57,7 @@ def compare(before: str, after: str) -> tuple[str, list[CompareRow]]:
     """
     documents = [read(before), read(after)]
     command, other = (document.get("command") for document in documents)
-    if command not in _SAME:
+    if not isinstance(command, str) or command not in _SAME:
         raise ValueError(f"{before}: command = {command!r}: must be one of {', '.join(_SAME)}")
     if other != command:
         raise ValueError(f"{after}: command = {other!r}: must be {command!r}, that of {before}")
@@ -61,9 +65,7 @@ def compare(before: str, after: str) -> tuple[str, list[CompareRow]]:
     tables = [document["rows"] for document in documents]
     for path, rows in zip((before, after), tables):
         for row in rows:
-            for field in (*fields, *figures):
-                if field not in row:
-                    raise ValueError(f"{path}: a row has no {field}: every {command} row has it")
+            _check(path, row, command, fields, figures)
     apart = [f for f in fields if f not in _CHOICES or any(_varies(t, f) for t in tables)]
     second = {_key(row, apart): row for row in tables[1]}
     rows = [
@@ -74,6 +76,17 @@ def compare(before: str, after: str) -> tuple[str, list[CompareRow]]:
     if not rows:
         raise ValueError(f"{after}: no row has the same {', '.join(apart)} as one of {before}")
     return command, rows
+
+
+def _check(path: str, row: Any, command: str, fields: Sequence[str], figures: Sequence[str]):
+    if not isinstance(row, dict):
+        raise ValueError(f"{path}: a row = {row!r}: must be an object, as {command} rows are")
+    for field in (*fields, *figures):
+        if field not in row:
+            raise ValueError(f"{path}: a row has no {field}: every {command} row has it")
+    for figure in figures:
+        if row[figure] is not None and not is_figure(row[figure]):
+            raise ValueError(f"{path}: {figure} = {row[figure]!r}: must be a finite number or null")
 
 
 def _varies(rows: Sequence[dict[str, Any]], field: str) -> bool:

@@ -1,11 +1,12 @@
-"""bench plot: the fraction of the limit by batch, or throughput by concurrency."""
+"""bench plot: the fraction of the limit by batch, throughput or the fraction of the ideal by
+concurrency."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlt_jax.bench.report import read
+from rlt_jax.bench.report import is_figure, read
 from rlt_jax.validation import fail
 
 
@@ -34,6 +35,13 @@ _CHARTS = {
         "concurrent requests",
         "output tokens/s",
         ("prompt", "output_tokens", "closed_loop", "mixed_depths", "layout", "kernels"),
+    ),
+    "replay": _Chart(
+        "width",
+        "fraction",
+        "requests at once",
+        "fraction of the ideal",
+        ("recording", "mode", "in_flight", "layout", "kernels"),
     ),
 }
 
@@ -86,7 +94,7 @@ def read_lines(files: Sequence[str], labels: Sequence[str]) -> tuple[str, list[L
     lines = []
     for file, label, document in zip(files, labels, documents):
         other = document.get("command")
-        if other not in _CHARTS:
+        if not isinstance(other, str) or other not in _CHARTS:
             raise ValueError(f"{file}: command = {other!r}: must be one of {', '.join(_CHARTS)}")
         if other != command:
             raise ValueError(f"{file}: command = {other!r}: must be {command!r}, as {files[0]}'s")
@@ -97,11 +105,16 @@ def read_lines(files: Sequence[str], labels: Sequence[str]) -> tuple[str, list[L
 def _lines(file: str, label: str, rows: Sequence[dict[str, Any]], chart: _Chart) -> list[Line]:
     points: dict[tuple, list[tuple[float, float]]] = {}
     for row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"{file}: a row = {row!r}: must be an object")
         for field in (chart.x, chart.y, *chart.apart):
             if field not in row:
                 raise ValueError(f"{file}: a row has no {field}: it cannot be drawn")
         if row[chart.y] is None:
             raise ValueError(f"{file}: {chart.y} = None: it was measured without a roofline")
+        for field in (chart.x, chart.y):
+            if not is_figure(row[field]):
+                raise ValueError(f"{file}: {field} = {row[field]!r}: must be a finite number")
         key = tuple(_shown(row[field]) for field in chart.apart)
         points.setdefault(key, []).append((row[chart.x], row[chart.y]))
     if not points:

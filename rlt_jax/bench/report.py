@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -51,12 +52,12 @@ class Report:
         }
 
 
-def check_output(path: str | None) -> None:
+def check_output(path: str | None, flag: str = "--output") -> None:
     """Before anything is measured: can this file be written?"""
     if path is None:
         return
     if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-        fail("--output", path, "must be a file in a folder that exists")
+        fail(flag, path, "must be a file in a folder that exists")
 
 
 def write(document: dict[str, Any], path: str) -> None:
@@ -178,6 +179,11 @@ def startup_line(startup: dict[str, Any]) -> str:
     cache = startup["compilation_cache"]
     line = ", ".join(shown)
     return f"start-up: {line}; {startup['executables_now']} executables, compilation cache {cache}"
+
+
+def is_figure(value: Any) -> bool:
+    """Whether a value that was read can be compared and drawn."""
+    return isinstance(value, (int, float)) and type(value) is not bool and math.isfinite(value)
 
 
 def number(value: float | None, digits: int = 2) -> str:

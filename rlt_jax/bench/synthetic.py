@@ -31,7 +31,8 @@ SYNTHETIC = ("ouro-1.4b", "ouro-2.6b", "ouro-tiny")
 
 @dataclasses.dataclass(frozen=True)
 class BenchModel:
-    """A loaded model. load_seconds: drawing or reading the weights."""
+    """A loaded model. load_seconds: drawing or reading the weights. synthetic, seed: the name and
+    the seed of random weights, None for a checkpoint."""
 
     name: str
     config: OuroConfig
@@ -39,6 +40,8 @@ class BenchModel:
     policy: DTypePolicy
     device: jax.Device
     load_seconds: float
+    synthetic: str | None = None
+    seed: int | None = None
 
 
 def synthetic_config(name: str) -> OuroConfig:
@@ -80,7 +83,9 @@ def load_model(
         config, params = _read(model, total_ut_steps, policy, sharding)
         name = model
     jax.block_until_ready(params)
-    return BenchModel(name, config, params, policy, place, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    drawn_from = seed if model is None else None
+    return BenchModel(name, config, params, policy, place, seconds, synthetic, drawn_from)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
