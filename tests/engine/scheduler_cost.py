@@ -1,0 +1,108 @@
+"""What a step costs on the host: python -m tests.engine.scheduler_cost
+
+Prints how long schedule() and update() take per step with many running requests on the fake
+device, whose own time is left out.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlt_jax.config import SchedulerConfig
+from rlt_jax.engine.exit_policy import ExitPolicy, OuroDelayedExit, OuroExit, TraceExit
+from rlt_jax.engine.intake import ModelLimits, make_request
+from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
+from rlt_jax.engine.scheduler import Scheduler
+from rlt_jax.engine.types import Stage
+from rlt_jax.sampling_params import SamplingParams
+from tests.engine.fake_device import FULL_DEPTH, FakeDevice
+
+MAX_TOKENS = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    policy: ExitPolicy
+    params: SamplingParams
+    run_ahead: bool = False
+
+
+def mixed_depths(requests: int) -> TraceExit:
+    """Each request's tokens leave at depths of their own."""
+    later = np.random.default_rng(0).integers(1, FULL_DEPTH + 1, (requests, MAX_TOKENS - 1))
+    return TraceExit({str(i): (FULL_DEPTH, *row) for i, row in enumerate(later.tolist())})
+
+
+def cases(requests: int) -> dict[str, Case]:
+    fixed = SamplingParams(max_tokens=MAX_TOKENS)
+    any_depth = dataclasses.replace(fixed, min_loops=1)
+    gated = dataclasses.replace(any_depth, exit_threshold=0.5)
+    return {
+        "fixed depth, whole tokens": Case(OuroExit(), fixed),
+        "trace, mixed depths": Case(mixed_depths(requests), any_depth),
+        "ouro, gates": Case(OuroExit(), gated),
+        "ouro_delayed, one loop ahead": Case(OuroDelayedExit(), gated, run_ahead=True),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Median microseconds per decode step, and the mean number of its rows."""
+
+    schedule: float
+    update: float
+    rows: float
+
+    @property
+    def total(self) -> float:
+        return self.schedule + self.update
+
+
+def measure(case: Case, requests: int = 128, steps: int = 300) -> Cost:
+    limits = ModelLimits(97, FULL_DEPTH, max_positions=2 * MAX_TOKENS, eos_token_ids=(0,))
+    pages = requests * (MAX_TOKENS // 16 + 1)
+    kv = KVAccounting(KVGeometry(pages, planes=FULL_DEPTH, block_size=16))
+    config = SchedulerConfig(max_num_seqs=requests, max_num_batched_tokens=2048).resolve("cpu")
+    scheduler = Scheduler(config, limits, case.policy, kv, run_ahead=case.run_ahead)
+    hazards = np.random.default_rng(1).random(4096).tolist()
+    device = FakeDevice(hazard=lambda g, position, loop: hazards[(g + 7 * position + loop) % 4096])
+    for i in range(requests):
+        scheduler.add(
+            make_request(
+                str(i),
+                [1] * 8,
+                dataclasses.replace(case.params, seed=i),
+                generation=i,
+                arrived=0.0,
+                limits=limits,
+                policy=case.policy,
+                kv=kv,
+            )
+        )
+    times: list[Sequence[float]] = []
+    while len(times) < steps:
+        start = time.perf_counter()
+        batch = scheduler.schedule()
+        scheduled = time.perf_counter()
+        output = device.collect(device.submit(batch))
+        collected = time.perf_counter()
+        scheduler.update(batch, output)
+        updated = time.perf_counter()
+        if batch.stage is not Stage.PREFILL:
+            times.append((scheduled - start, updated - collected, len(batch.rows)))
+    schedule, update, _ = (1e6 * float(np.median(column)) for column in zip(*times, strict=True))
+    return Cost(schedule, update, float(np.mean([rows for *_, rows in times])))
+
+
+def main(requests: int = 128) -> None:
+    print(f"{requests} running requests: us per step of schedule() + update()")
+    for name, case in cases(requests).items():
+        cost = measure(case, requests)
+        parts = f"{cost.schedule:.0f} + {cost.update:.0f}, {cost.rows:.0f} rows"
+        print(f"{name:30} {cost.total:5.0f}  ({parts})")
+
+
+if __name__ == "__main__":
+    main()

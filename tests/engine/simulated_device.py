@@ -1,0 +1,428 @@
+"""A simulated device: computes hashes where a real one computes a model, and checks its batches.
+
+Every result is a pure function of the request's prompt, seed, position and depth, so that one can
+say beforehand what a request must give, whatever the schedule. Batches run in the order in which
+they were submitted, at any time before their results are collected. The device refuses what a real
+one would silently get wrong: a page of another request, history that was not written, a loop
+before the one it follows.
+"""
+
+import dataclasses
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from rlt_jax.engine.types import (
+    SHARED_PREFILL_TOKENS,
+    BatchError,
+    DeviceLostError,
+    Row,
+    RowResult,
+    RunnerOutput,
+    SchedulerOutput,
+    SlotUpdate,
+    Stage,
+)
+from tests.engine.fake_device import as_columns
+
+FULL_DEPTH = 4
+VOCAB_SIZE = 29
+
+# -- the model: hashes of integers, which are the same in every process -------------------------
+
+
+def read_prompt(text: int, token: int) -> int:
+    """What the device knows of a prompt after one more token."""
+    return hash((text, token))
+
+
+def prelude(text: int, position: int, token: int) -> int:
+    return hash((text, position, token))
+
+
+def loop(hidden: int, depth: int) -> int:
+    return hash((hidden, depth))
+
+
+def gate(hidden: int) -> np.float32:
+    """The hazard: 0, 1/10, ... 1."""
+    return np.float32(hidden % 11) / np.float32(10)
+
+
+def coda(hidden: int, draw: tuple[int, ...] = ()) -> int:
+    """The next token. draw: seed and output index where it is sampled, nothing where greedy."""
+    return hash((hidden, draw)) % VOCAB_SIZE
+
+
+# -- the device ----------------------------------------------------------------------------------
+
+FAILURES = (
+    "batch error",
+    "lost at submit",
+    "lost at collect",
+    "lost at collect, then the reset fails",
+    "interrupt before submit",
+    "interrupt after submit",
+    "interrupt in collect",
+)
+
+
+class Interrupt(BaseException):
+    """Something like Ctrl-C."""
+
+
+class ResetError(RuntimeError):
+    """The device state could not be built."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a device is built for. max_rows: of a decode batch. chunk: prompt tokens of a row.
+
+    run_ahead: a loop may be submitted before the signal of the one before it is read. lag: loops
+    that a token still runs after the one whose signal makes it leave.
+    """
+
+    num_pages: int
+    planes: int
+    block_size: int
+    num_slots: int
+    max_rows: int
+    max_prompt_tokens: int
+    chunk: int
+    max_in_flight: int
+    tokens_per_dispatch: int
+    run_ahead: bool
+    lag: int
+
+
+# Whether the signals of a token's loops so far make it leave, given min_loops and the threshold.
+Trigger = Callable[[Sequence[np.float32], int, float], bool]
+
+
+class Slot:
+    """One request on the device.
+
+    cells: where the K/V of each position lies in a plane. marks: what tells its K/V there from
+    all others, without the depth. history: the K/V that later tokens must find, in each plane.
+    signals: of the token's loops. left: the device has decided that it runs no further loop.
+    awaited: output index and loop of every signal that is asked for and not collected.
+    """
+
+    def __init__(self, generation: int, update: SlotUpdate, limits: Limits):
+        self.generation = generation
+        self.temperature, self.seed = update.temperature, update.seed
+        self.min_loops, self.threshold = update.min_loops, update.exit_threshold
+        self.table = np.array(update.block_table)
+        block = limits.block_size
+        self.cells = (self.table[:, None] * block + np.arange(block)).reshape(-1)
+        self.marks = (generation << 20) + (np.arange(self.cells.size) << 4)
+        self.history = np.zeros((limits.planes, self.cells.size), np.int64)
+        self.prompt_ended = False
+        self.text = self.hidden = self.token = 0
+        self.position = self.depth = self.sampled = 0
+        self.signals: list[np.float32] = []
+        self.left = False
+        self.awaited: list[tuple[int, int]] = []
+
+
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    batch: SchedulerOutput
+    slots: tuple[Slot, ...]
+    signals: list[tuple[Slot, tuple[int, int]]] = dataclasses.field(default_factory=list)
+    output: RunnerOutput | None = None
+
+
+class SimulatedDevice:
+    """A runner. failures: what goes wrong, by the number of the submit() call. decides: the
+    rule by which it tells itself when a token leaves; None: it only tells the signals.
+
+    events: how often each kind of thing happened. refused: generations in batches that failed
+    before they got here. losses: how often the whole device state was lost.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        failures: Mapping[int, str],
+        seed: int = 0,
+        decides: Trigger | None = None,
+    ):
+        self.limits = limits
+        self.events: Counter[str] = Counter()
+        self.refused: set[int] = set()
+        self.losses = 0
+        self._failures = failures
+        self._decides = decides
+        self._failing: dict[Ticket, str] = {}
+        self._lateness = random.Random(seed)
+        self._submissions = 0
+        self._generations: set[int] = set()  # that ever had a slot
+        self._reset_fails = False
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        self._lost = False
+        self._slots: dict[int, Slot] = {}
+        self._owners = np.full(self.limits.num_pages, -1)  # of each page: a generation
+        self._cache = np.zeros(
+            (self.limits.planes, self.limits.num_pages * self.limits.block_size), np.int64
+        )
+        self._stream: deque[Ticket] = deque()  # submitted, not run
+        self._uncollected: list[Ticket] = []
+
+    def submit(self, batch: SchedulerOutput) -> Ticket:
+        assert not self._lost, "the device state is lost"
+        self._check_size(batch)
+        failure = self._failures.get(self._submissions)
+        self._submissions += 1
+        if failure is not None:
+            self.events[failure] += 1
+        if failure == "batch error":
+            self.refused |= set(batch.rows.generation.tolist())
+            raise BatchError(failure)
+        if failure == "lost at submit":
+            self._lose()
+            raise DeviceLostError(failure)
+        if failure == "interrupt before submit":
+            self._lose()
+            raise Interrupt
+        self._set_slots(batch)
+        owners = zip(batch.rows.slot.tolist(), batch.rows.generation.tolist(), strict=True)
+        ticket = Ticket(batch, tuple(self._slot_of(*owner) for owner in owners))
+        self._await_signals(ticket)
+        self._stream.append(ticket)
+        self._uncollected.append(ticket)
+        assert len(self._uncollected) <= self.limits.max_in_flight
+        if failure == "interrupt after submit":
+            self._lose()
+            raise Interrupt
+        if failure is not None:
+            self._failing[ticket] = failure
+        self.events[batch.stage.value] += 1
+        self.events[f"{len(self._uncollected)} in flight"] += 1
+        self._run_some()
+        return ticket
+
+    def collect(self, ticket: Ticket) -> RunnerOutput:
+        assert not self._lost, "the device state is lost"
+        assert ticket in self._uncollected, "collected twice"
+        failure = self._failing.get(ticket)
+        if failure is not None:
+            self._lose()
+            if failure == "interrupt in collect":
+                raise Interrupt
+            self._reset_fails = failure == "lost at collect, then the reset fails"
+            raise DeviceLostError(failure)
+        self._run_some()
+        while ticket.output is None:
+            self._run_next()
+        self._uncollected.remove(ticket)
+        for slot, signal in ticket.signals:
+            slot.awaited.remove(signal)
+        return ticket.output
+
+    def reset(self) -> None:
+        self._lose()
+        if self._reset_fails:
+            self._reset_fails = False
+            raise ResetError
+        self._start_empty()
+
+    def _lose(self) -> None:
+        if not self._lost:
+            self._lost = True
+            self.losses += 1
+            self._failing.clear()
+
+    # -- what can be checked without knowing the state ------------------------------------------
+
+    def _check_size(self, batch: SchedulerOutput) -> None:
+        limits, rows = self.limits, batch.rows
+        assert len(rows), "an empty batch"
+        assert len(set(rows.slot.tolist())) == len(rows), "two rows of one slot"
+        assert len(set(rows.generation.tolist())) == len(rows), "two rows of one request"
+        assert rows.slot.min() >= 0 and rows.slot.max() < limits.num_slots
+        if batch.stage is Stage.PREFILL:
+            chunk = limits.chunk
+            if limits.planes == 1:
+                chunk = min(chunk, SHARED_PREFILL_TOKENS)
+            assert all(0 < len(tokens) <= chunk for tokens in rows.tokens)
+            assert sum(map(len, rows.tokens)) <= limits.max_prompt_tokens
+        else:
+            assert len(rows) <= limits.max_rows
+        if batch.num_tokens != 1:
+            assert batch.num_tokens == limits.tokens_per_dispatch
+            assert batch.stage is Stage.TOKENS and not batch.samples
+            self.events["several tokens in a dispatch"] += 1
+
+    def _set_slots(self, batch: SchedulerOutput) -> None:
+        rows = batch.rows
+        generations = dict(zip(rows.slot.tolist(), rows.generation.tolist(), strict=True))
+        busy = {slot.generation for ticket in self._uncollected for slot in ticket.slots}
+        for update in batch.slot_updates:
+            generation = generations.pop(update.slot)  # a row of this batch, updated once
+            assert generation not in self._generations, "a slot set twice"
+            self._generations.add(generation)
+            former = self._slots.get(update.slot)
+            assert former is None or former.generation not in busy, "its slot is still in use"
+            assert len(set(update.block_table)) == len(update.block_table)
+            assert all(0 <= page < self.limits.num_pages for page in update.block_table)
+            slot = Slot(generation, update, self.limits)
+            assert busy.isdisjoint(self._owners[slot.table].tolist()), "a page is still in use"
+            self._owners[slot.table] = generation
+            self._slots[update.slot] = slot
+
+    def _slot_of(self, number: int, generation: int) -> Slot:
+        slot = self._slots[number]
+        assert slot.generation == generation, "the slot was not set for this request"
+        assert (self._owners[slot.table] == generation).all(), "a page went to another request"
+        return slot
+
+    def _await_signals(self, ticket: Ticket) -> None:
+        """No loop starts before the signals are read that may keep it from starting."""
+        for i, slot in enumerate(ticket.slots):
+            reads = ticket.batch.rows.reads_gate[i]
+            if not (slot.awaited or reads):
+                continue
+            row = ticket.batch.rows[i]
+            token = row.output_index + (row.exit_depth > 0)
+            for other, depth in slot.awaited:
+                ahead = other == token and row.depth > depth
+                assert not ahead or row.depth - depth <= self.limits.run_ahead, "too far ahead"
+                self.events["a loop ahead of a signal"] += ahead
+            if reads:
+                slot.awaited.append((token, row.depth))
+                ticket.signals.append((slot, (token, row.depth)))
+
+    def is_busy(self, generation: int) -> bool:
+        """Whether a batch of this request is submitted and not collected."""
+        return any(generation == s.generation for t in self._uncollected for s in t.slots)
+
+    # -- the stream -------------------------------------------------------------------------------
+
+    def _run_some(self) -> None:
+        for _ in range(self._lateness.randint(0, len(self._stream))):
+            self._run_next()
+
+    def _run_next(self) -> None:
+        ticket = self._stream.popleft()
+        run = {Stage.PREFILL: self._prefill, Stage.TOKENS: self._whole_tokens}
+        run_row = run.get(ticket.batch.stage, self._decode)
+        batch = ticket.batch
+        rows = [
+            run_row(batch, row, slot) for row, slot in zip(batch.rows, ticket.slots, strict=True)
+        ]
+        ticket.output = RunnerOutput(batch.sequence, batch.stage, as_columns(batch, rows))
+
+    def _prefill(self, batch: SchedulerOutput, row: Row, slot: Slot) -> RowResult:
+        assert not slot.prompt_ended and row.position == slot.position
+        assert row.depth == FULL_DEPTH and not (row.exit_depth or row.reads_gate)
+        start, end = row.position, row.position + len(row.tokens)
+        assert end <= slot.cells.size
+        for depth in range(1, self.limits.planes + 1):
+            self._read_history(slot, start, depth)
+        for position in range(start, end):
+            self._keep(slot, position, FULL_DEPTH)
+        for token in row.tokens:
+            slot.text = read_prompt(slot.text, token)
+        slot.position = end
+        if row.ends_prompt:
+            slot.prompt_ended = True
+            slot.position = end - 1
+            slot.hidden = prelude(slot.text, slot.position, row.tokens[-1])
+            for slot.depth in range(1, FULL_DEPTH + 1):
+                slot.hidden = loop(slot.hidden, slot.depth)
+        return RowResult(row.generation, row.position, row.depth)
+
+    def _whole_tokens(self, batch: SchedulerOutput, row: Row, slot: Slot) -> RowResult:
+        assert row.position == slot.position and slot.depth == 0
+        assert row.depth == row.exit_depth == FULL_DEPTH and not row.reads_gate
+        tokens = []
+        for i in range(batch.num_tokens):
+            for depth in range(1, FULL_DEPTH + 1):
+                self._loop(slot, depth)
+            tokens.append(self._coda(batch, row, slot, row.output_index + i))
+        return RowResult(
+            row.generation, row.position, row.depth, tuple(tokens), (-0.5,) * len(tokens)
+        )
+
+    def _decode(self, batch: SchedulerOutput, row: Row, slot: Slot) -> RowResult:
+        assert row.position == slot.position and (row.exit_depth or row.depth)
+        assert not (row.exit_depth and batch.stage is Stage.RECURRENT)
+        assert not (row.depth and batch.stage is Stage.CODA)
+        assert row.depth or not row.reads_gate
+        tokens: tuple[int, ...] = ()
+        if row.exit_depth:
+            tokens = (self._coda(batch, row, slot, row.output_index),)
+        signal = leaves = None
+        if slot.left and row.depth:
+            # It ran ahead of the decision: nothing happens, and its result means nothing.
+            assert self.limits.run_ahead and row.depth == slot.depth + 1
+            self.events["loops in vain"] += 1
+            signal, leaves = np.float32(1), True
+        elif row.depth:
+            self._loop(slot, row.depth)
+            signal = gate(slot.hidden)
+            slot.signals.append(signal)
+            if row.reads_gate and self._decides is not None:
+                leaves = self._decides(slot.signals, slot.min_loops, slot.threshold)
+                slot.left = leaves and self.limits.lag == 0
+        self.events["gates"] += row.reads_gate
+        return RowResult(
+            row.generation,
+            row.position,
+            row.depth,
+            tokens,
+            (-0.5,) * len(tokens),
+            exit_probability=signal if row.reads_gate else None,
+            leaves=leaves if row.reads_gate else None,
+        )
+
+    def _loop(self, slot: Slot, depth: int) -> None:
+        assert slot.prompt_ended and depth == slot.depth + 1 <= FULL_DEPTH
+        assert slot.position < slot.cells.size, "past the last page"
+        if depth == 1:
+            slot.hidden = prelude(slot.text, slot.position, slot.token)
+        slot.hidden = loop(slot.hidden, depth)
+        slot.depth = depth
+        self._read_history(slot, slot.position, depth)
+        plane = self._plane(depth)
+        self._cache[plane, slot.cells[slot.position]] = slot.marks[slot.position] + depth
+
+    def _coda(self, batch: SchedulerOutput, row: Row, slot: Slot, output_index: int) -> int:
+        assert slot.prompt_ended and slot.depth == row.exit_depth > 0
+        assert slot.sampled == output_index
+        position, depth = slot.position, slot.depth
+        written = self._cache[self._plane(depth), slot.cells[position]]
+        assert written == slot.marks[position] + depth, "its own K/V is not there"
+        self._keep(slot, position, depth)
+        draws = batch.samples and slot.temperature > 0
+        slot.token = coda(slot.hidden, (slot.seed, output_index) if draws else ())
+        slot.sampled, slot.position, slot.depth = slot.sampled + 1, position + 1, 0
+        slot.signals, slot.left = [], False
+        return slot.token
+
+    # -- K/V --------------------------------------------------------------------------------------
+
+    def _plane(self, depth: int) -> int:
+        return min(depth, self.limits.planes) - 1
+
+    def _keep(self, slot: Slot, position: int, exit_depth: int) -> None:
+        """Finalizes a token's K/V: in the planes beyond its exit depth, a copy of that depth's."""
+        kept = slot.marks[position] + exit_depth
+        if self.limits.planes > 1:
+            kept = slot.marks[position] + np.minimum(_DEPTHS, exit_depth)
+        self._cache[:, slot.cells[position]] = kept
+        slot.history[:, position] = kept
+
+    def _read_history(self, slot: Slot, end: int, depth: int) -> None:
+        plane = self._plane(depth)
+        found = self._cache[plane, slot.cells[:end]]
+        assert (found == slot.history[plane, :end]).all(), "history is not what was written"
+
+
+_DEPTHS = np.arange(1, FULL_DEPTH + 1)

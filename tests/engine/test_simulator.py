@@ -1,0 +1,205 @@
+"""The scheduler and the engine core under random workloads; and that the simulator sees faults.
+
+RLT_SIMULATOR_SEED=n runs only the workload of seed n: the one that a failure names.
+"""
+
+import dataclasses
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlt_jax.engine.core import EngineCore
+from rlt_jax.engine.kv_accounting import KVAccounting
+from rlt_jax.engine.scheduler import Scheduler
+from rlt_jax.engine.types import Stage
+from rlt_jax.sampling_params import SamplingParams
+from tests.engine.simulated_device import FAILURES, FULL_DEPTH, SimulatedDevice
+from tests.engine.simulator import EXIT_MODES, Ask, Choices, Workload, make_workload, simulate
+
+SOAK_BATCHES = 100_000
+SEED = os.environ.get("RLT_SIMULATOR_SEED")
+STAGES = [stage.value for stage in Stage]
+
+# What the soak must have met, at least this often.
+EVENTS = {
+    **dict.fromkeys(STAGES, 1000),
+    **{f"{count} in flight": 1000 for count in (1, 2, 3)},
+    **{f"exit at {depth}": 1000 for depth in range(1, FULL_DEPTH + 1)},
+    **{f"ended: {reason}": 100 for reason in ("stop", "length", "abort", "error")},
+    **{f"abort: {stage}": 5 for stage in ("waiting", "prefill", "recurrent", "coda", "unknown")},
+    **{f"abort: {stage} in flight": 5 for stage in ("prefill", "recurrent", "coda", "held")},
+    **dict.fromkeys(FAILURES, 10),
+    "several tokens in a dispatch": 100,
+    "a loop ahead of a signal": 100,
+    "loops in vain": 100,
+    "waiting for a slot or blocks": 1000,
+    "name in use": 10,
+    "name used again": 10,
+    "too large": 10,
+}
+
+
+class HypothesisChoices(Choices):
+    def __init__(self, draw):
+        self._draw = draw
+
+    def integer(self, low, high):
+        return self._draw(st.integers(low, high))
+
+
+@st.composite
+def workloads(draw) -> Workload:
+    return make_workload(HypothesisChoices(draw))
+
+
+def run_seed(seed: int) -> Counter:
+    try:
+        return simulate(make_workload(Choices(seed)))
+    except BaseException as error:
+        error.add_note(f"to run this workload alone: RLT_SIMULATOR_SEED={seed}")
+        raise
+
+
+@pytest.mark.skipif(SEED is None, reason="RLT_SIMULATOR_SEED is not set")
+def test_the_workload_of_the_given_seed():
+    run_seed(int(SEED))
+
+
+@pytest.mark.skipif(SEED is not None, reason="RLT_SIMULATOR_SEED is set")
+def test_a_hundred_thousand_batches_lose_no_token_no_block_and_no_request():
+    events: Counter[str] = Counter()
+    seed = 0
+    while sum(events[stage] for stage in STAGES) < SOAK_BATCHES:
+        events += run_seed(seed)
+        seed += 1
+    assert not {name: events[name] for name, least in EVENTS.items() if events[name] < least}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(workloads())
+def test_any_workload_gives_every_request_its_tokens_once(workload):
+    simulate(workload)
+
+
+# -- the expected exits ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "signals", "fields", "depth"),
+    [
+        ("ouro", (0.3, 0.3), {"exit_threshold": 0.5, "min_loops": 2}, 2),
+        ("ouro_delayed", (0.3, 0.3), {"exit_threshold": 0.5, "min_loops": 2}, 3),
+        ("ouro_delayed", (0.3, 0.3), {"exit_threshold": 0.5, "max_loops": 2}, 2),
+        ("ouro", (1, 1), {"exit_threshold": 1}, 4),
+        ("ouro", (1, 0), {"exit_threshold": 0.9, "min_loops": 3}, 3),
+        ("random_lookahead", (0.6,), {"exit_threshold": 0.5, "min_loops": 1}, 2),
+        ("random_lookahead", (0.6, 0.1, 0.6), {"exit_threshold": 0.5, "min_loops": 3}, 4),
+        ("random_lookahead", (0.1, 0.6), {"exit_threshold": 0.5, "min_loops": 3}, 3),
+        ("trace", (1, 1), {}, 3),
+    ],
+)
+def test_the_expected_exit_follows_the_definition(mode, signals, fields, depth):
+    ask = Ask("a", (1,), SamplingParams(seed=0, **fields), depths=(FULL_DEPTH, 3), arrives=0)
+    signals = [np.float32(signal) for signal in (*signals, 0, 0, 0, 0)]
+    left = (n for n in range(1, FULL_DEPTH + 1) if EXIT_MODES[mode].leaves(ask, 1, signals[:n]))
+    assert next(left) == depth
+
+
+# -- what the simulator sees -----------------------------------------------------------------------
+
+
+def altered_batch(alter):
+    """The scheduler makes other batches: alter(batch) is what the device gets."""
+
+    def install(patch):
+        submit = SimulatedDevice.submit
+        patch.setattr(SimulatedDevice, "submit", lambda self, batch: submit(self, alter(batch)))
+
+    return install
+
+
+def altered_rows(stage, **columns):
+    """In batches of a stage, columns as these functions make them."""
+
+    def alter(batch):
+        if batch.stage is not stage:
+            return batch
+        changed = {name: make(getattr(batch.rows, name)) for name, make in columns.items()}
+        return dataclasses.replace(batch, rows=dataclasses.replace(batch.rows, **changed))
+
+    return altered_batch(alter)
+
+
+def altered_outputs(alter):
+    """The engine tells its outputs otherwise."""
+
+    def install(patch):
+        step = EngineCore.step
+        patch.setattr(EngineCore, "step", lambda self, only: alter(step(self, only)))
+
+    return install
+
+
+def replaced(owner, name, function):
+    return lambda patch: patch.setattr(owner, name, function)
+
+
+def releases_blocks_in_flight(patch):
+    abort, release, early = Scheduler.abort, KVAccounting.release, set()
+
+    def abort_and_release(self, request_id):
+        request = abort(self, request_id)
+        if request is not None and request.slot is not None:
+            early.add((id(self.kv), request.generation))
+            release(self.kv, request.generation)
+        return request
+
+    def release_once(self, owner):
+        if (id(self), owner) not in early:
+            release(self, owner)
+
+    patch.setattr(Scheduler, "abort", abort_and_release)
+    patch.setattr(KVAccounting, "release", release_once)
+
+
+def without_first_token(output):
+    return dataclasses.replace(output, token_ids=output.token_ids[1:])
+
+
+FAULTS = {
+    "two requests have the same pages": replaced(
+        KVAccounting, "table", lambda self, owner: tuple(range(self.geometry.num_pages))
+    ),
+    "blocks do not come back": replaced(KVAccounting, "release", lambda self, owner: None),
+    "blocks come back while in flight": releases_blocks_in_flight,
+    "a failed batch leaves its requests there": replaced(Scheduler, "fail", lambda *_: []),
+    "a lost device ends nobody": replaced(Scheduler, "fail_running", lambda *_: []),
+    "slots are not set": altered_batch(lambda batch: dataclasses.replace(batch, slot_updates=())),
+    "sampling rows are greedy": altered_batch(
+        lambda batch: dataclasses.replace(batch, samples=False)
+    ),
+    "a prompt chunk comes a token late": altered_rows(
+        Stage.PREFILL, position=lambda position: position + 1
+    ),
+    "prompts do not end": altered_rows(Stage.PREFILL, ends_prompt=np.zeros_like),
+    "a loop is left out": altered_rows(Stage.RECURRENT, depth=lambda depth: depth + 1),
+    "a coda comes a loop early": altered_rows(Stage.CODA, exit_depth=lambda depth: depth - 1),
+    "another slot": altered_rows(Stage.BOUNDARY, slot=np.flip),
+    "a wrong output index": altered_rows(Stage.TOKENS, output_index=lambda index: index + 1),
+    "outputs are told twice": altered_outputs(lambda outputs: [*outputs, *outputs]),
+    "ends are not told": altered_outputs(lambda outputs: [o for o in outputs if not o.finished]),
+    "a token is lost": altered_outputs(lambda outputs: list(map(without_first_token, outputs))),
+    "nothing runs": replaced(Scheduler, "schedule", lambda self: None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_simulator_sees(fault, monkeypatch):
+    FAULTS[fault](monkeypatch)
+    with pytest.raises((AssertionError, KeyError, RuntimeError, ValueError)):
+        for seed in range(100):
+            run_seed(seed)
