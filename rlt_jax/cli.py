@@ -1,4 +1,4 @@
-"""The command line: rlt-jax generate | chat | bench | inspect | convert | export.
+"""The command line: rlt-jax generate | chat | bench | trace | profile | inspect | convert | export.
 
 Whatever goes wrong is one line on stderr and exit status 2; --debug shows the traceback. What a
 command needs is imported when it runs, so that --help is quick.
@@ -18,6 +18,7 @@ from rlt_jax.cli_bench import add_bench_flags
 from rlt_jax.cli_chat import add_chat_flags
 from rlt_jax.cli_generate import add_generate_flags
 from rlt_jax.cli_options import Parser
+from rlt_jax.cli_trace import add_trace_flags
 from rlt_jax.config import DTYPES
 
 _EXAMPLES = """\
@@ -122,6 +123,7 @@ def build_parser() -> Parser:
     add_generate_flags(add)
     add_chat_flags(add)
     add_bench_flags(add)
+    add_trace_flags(add)
 
     shown = add("inspect", run_inspect, "describe a checkpoint", _INSPECT_EXAMPLES)
     shown.add_argument("path", help="a checkpoint's folder, its hub id, or ouro-tiny")

@@ -19,7 +19,6 @@ from rlt_jax.cli_options import (
 from rlt_jax.cli_run import Stopwatch, collect, loaded_llm, print_compiling, write_live
 from rlt_jax.llm import LLM, GenerationError, StreamIncrement
 from rlt_jax.outputs import RequestOutput
-from rlt_jax.run_trace import check_trace_path
 from rlt_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,6 +40,23 @@ def add_generate_flags(add: Callable[..., Parser]) -> None:
     """Adds the command; `add` is the one of cli.build_parser."""
     usage = "rlt-jax generate --prompt TEXT [options]"
     parser = add("generate", run_generate, "answer prompts", _EXAMPLES, usage)
+    add_prompt_flags(parser)
+    shown = parser.add_argument_group("output")
+    shown.add_argument(
+        "--json", action="store_true", help="print one JSON object per prompt, a line each"
+    )
+    shown.add_argument("--verbose", action="store_true", help="tell on stderr where the time went")
+    shown.add_argument(
+        "--trace-output",
+        metavar="FILE",
+        help="write what every batch ran, a line of JSON each (rlt-jax trace view draws it)",
+    )
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+
+
+def add_prompt_flags(parser: Parser) -> None:
+    """Where prompts come from; prompts_of() reads it."""
     prompts = parser.add_argument_group("prompts (in the order given; none: standard input)")
     prompts.add_argument(
         "--prompt", dest="prompts", action="append", metavar="TEXT", help="a prompt"
@@ -69,18 +85,6 @@ def add_generate_flags(add: Callable[..., Parser]) -> None:
         action=argparse.BooleanOptionalAction,
         help="a variable of the chat template, with --chat",
     )
-    shown = parser.add_argument_group("output")
-    shown.add_argument(
-        "--json", action="store_true", help="print one JSON object per prompt, a line each"
-    )
-    shown.add_argument("--verbose", action="store_true", help="tell on stderr where the time went")
-    shown.add_argument(
-        "--trace-output",
-        metavar="FILE",
-        help="write what every batch ran, a line of JSON each (rlt-jax trace view draws it)",
-    )
-    add_sampling_flags(parser)
-    add_engine_flags(parser)
 
 
 def _read_prompts(path: str) -> list[str]:
@@ -102,11 +106,12 @@ def run_generate(
     """
     from rich.console import Console
 
+    from rlt_jax.run_trace import check_trace_path
     from rlt_jax.terminal import AnswerConsole, AnswerWriter, print_summary
 
     console = console or AnswerConsole()  # sys.stdout itself is redirected below
     notes = notes or Console(stderr=True)
-    prompts = _prompts(options)
+    prompts = prompts_of(options)
     if options.trace_output is not None:
         check_trace_path("--trace-output", options.trace_output)
     params = config_from_flags(SamplingParams, options)
@@ -145,7 +150,8 @@ def run_generate(
         raise failure
 
 
-def _prompts(options: argparse.Namespace) -> Prompts:
+def prompts_of(options: argparse.Namespace) -> Prompts:
+    """The prompts of add_prompt_flags, or of standard input."""
     prompts = options.prompts
     if prompts is None and sys.stdin is not None and not sys.stdin.isatty():
         try:

@@ -144,11 +144,15 @@ def was_given(config: type, field: str, arguments: argparse.Namespace) -> bool:
     return _destination(config, field) in arguments
 
 
-def add_engine_flags(parser: Parser) -> None:
-    """Everything that LLM takes: the model, how to run it, and the four configs (--help-all)."""
+def add_engine_flags(parser: Parser, positional: bool = False) -> None:
+    """Everything that LLM takes: the model, how to run it, and the four configs (--help-all).
+
+    positional: the model needs no --model before it.
+    """
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--model",
+        *(["model"] if positional else ["--model"]),
+        **({"nargs": "?", "metavar": "MODEL"} if positional else {}),
         default=PACKAGED_MODEL,
         help=f"a checkpoint's folder, its hub id, or {PACKAGED_MODEL} (the default), which is"
         " installed with rlt-jax",

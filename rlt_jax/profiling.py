@@ -26,7 +26,9 @@ class Profiler:
         except OSError as error:
             rule = f"must be a folder that can be made: {error.strerror}"
             fail("directory", os.fspath(directory), rule)
-        jax.profiler.start_trace(os.fspath(directory))
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # every Python call would make the steps much slower
+        jax.profiler.start_trace(os.fspath(directory), profiler_options=options)
         self.path = os.fspath(directory)
 
     def submitting(
