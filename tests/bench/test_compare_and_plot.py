@@ -93,7 +93,9 @@ def test_files_without_a_common_case_are_refused(measured, changed):
         ("[]", "it has no rows"),
         ('{"rows": []}', "format = None: must be 1"),
         ('{"rows": [], "format": 1, "command": "x"}', "command = 'x': must be one of roofline"),
+        ('{"rows": [], "format": 1, "command": ["x"]}', "command = ['x']: must be one of roofline"),
         ('{"rows": [{}], "format": 1, "command": "decode"}', "a row has no batch"),
+        ('{"rows": [3], "format": 1, "command": "decode"}', "a row = 3: must be an object"),
     ],
 )
 def test_files_that_bench_did_not_write_are_refused(measured, tmp_path, text, message):
@@ -102,6 +104,18 @@ def test_files_that_bench_did_not_write_are_refused(measured, tmp_path, text, me
     with pytest.raises(ValueError) as refused:
         compare.compare(str(path), str(path))
     assert str(refused.value).startswith(f"{path}: ") and message in str(refused.value)
+
+
+@pytest.mark.parametrize("figure", ["12", [1], True, {}, float("nan"), float("inf")], ids=repr)
+def test_a_figure_that_is_no_number_is_refused(measured, changed, figure):
+    right, wrong = str(measured("decode")), changed("decode", fraction=lambda _: figure)
+    for files in ((right, wrong), (wrong, right)):
+        with pytest.raises(ValueError) as refused:
+            compare.compare(*files)
+        message = f"{wrong}: fraction = {figure!r}: must be a finite number or null"
+        assert str(refused.value) == message
+    with pytest.raises(ValueError, match=r"changed.json: fraction = .*: must be a finite number"):
+        plot.read_lines([wrong], ["a"])
 
 
 def test_a_missing_file_is_named():

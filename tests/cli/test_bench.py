@@ -1,9 +1,14 @@
 """rlt-jax bench on the command line: tables, help, errors."""
 
+import dataclasses
 import json
 
 import pytest
 
+from rlt_jax.bench import synthetic
+from rlt_jax.bench.recording import SOURCE, Conditions, read, write
+from rlt_jax.bench.synthetic import load_model
+from rlt_jax.cli import main
 from tests.cli.support import SMALL, assert_one_error_line
 
 QUICK = ["--context=8", "--tokens=6", "--skip=1", "--no-roofline"]
@@ -22,7 +27,16 @@ def bench(cli, checkpoint):
 def test_bench_alone_shows_its_commands(cli):
     status, out, err = cli("bench")
     assert (status, err) == (0, "")
-    for command in ("roofline", "decode", "prefill", "kernels", "throughput", "compare", "plot"):
+    for command in (
+        "roofline",
+        "decode",
+        "prefill",
+        "kernels",
+        "throughput",
+        "replay",
+        "compare",
+        "plot",
+    ):
         assert f"    {command}" in out
 
 
@@ -33,6 +47,7 @@ def test_bench_alone_shows_its_commands(cli):
         ("prefill", ["--prompt", "--kernels", "--gpu-memory-utilization"]),
         ("throughput", ["--closed-loop", "--exit-threshold", "--temperature", "--exit-mode"]),
         ("kernels", ["--rows", "--kernels", "--layout"]),
+        ("replay", ["--record", "--modes", "--temperature", "--max-num-seqs", "--layout"]),
     ],
 )
 def test_config_fields_are_flags(cli, command, flags):
@@ -82,6 +97,136 @@ def test_plot_writes_the_picture(bench, cli, tmp_path):
     assert picture.stat().st_size > 0
 
 
+RECORD = ["--requests=5", "--prompt=6", "--output-tokens=6", "--seed=1"]
+
+
+@pytest.fixture(scope="module")
+def recording(checkpoint, tmp_path_factory):
+    """A recording of the tiny checkpoint."""
+    file = tmp_path_factory.mktemp("recording") / "r.json"
+    arguments = ["--record", str(file), "--model", checkpoint, *SMALL, *RECORD]
+    assert main(["bench", "replay", *arguments]) == 0
+    return file
+
+
+def test_a_recording_is_replayed_in_every_mode(cli, recording, tmp_path):
+    file, picture = tmp_path / "replay.json", tmp_path / "replay.svg"
+    flags = [flag for flag in SMALL if "seqs" not in flag]  # the width is recorded
+    status, out, err = cli("bench", "replay", recording, *flags, "--repeats=1", "--output", file)
+    assert status == 0, err
+    assert "of the ideal" in out and "5 of 5" in out and out.endswith(f"wrote {file}\n")
+    document = json.loads(file.read_text())
+    rows = document["rows"]
+    assert [(row["mode"], row["in_flight"]) for row in rows] == [
+        ("refill", "sync"),
+        ("refill", "async"),
+        ("no_refill", "sync"),
+        ("no_refill", "async"),
+    ]
+    assert {(row["width"], row["requests"], row["differing_requests"]) for row in rows} == {
+        (4, 5, 0)
+    }
+    engines = document["config"]["engines"]
+    assert [e["execution_config"]["max_in_flight"] for e in engines] == [1, 2, 1, 2]
+    assert {e["exit_config"]["mode"] for e in engines} == {"trace"}
+    # The first engine compiled; the others share its programs.
+    assert not any(s["compile_seconds_by_program"] for s in document["startup"][1:2])
+    assert cli("bench", "compare", file, file)[0] == 0
+    assert cli("bench", "plot", file, "--output", picture)[0] == 0
+
+
+def test_bfloat16_tokens_are_counted_unless_they_must_be_exact(bench, cli, tmp_path):
+    file = tmp_path / "r.json"
+    # At full depth there are few programs to compile.
+    assert bench("replay", "--record", file, "--dtype=bfloat16", "--depths=4", *RECORD)[0] == 0
+    document = json.loads(file.read_text())
+    document["rows"][3]["token_ids"][2] += 1
+    file.write_text(json.dumps(document))
+    arguments = ["bench", "replay", file, *SMALL, "--repeats=1", "--modes=refill"]
+    status, out, _ = cli(*arguments)
+    assert status == 0 and "4 of 5" in out
+    assert_one_error_line(cli(*arguments, "--exact"), "request '3', output token 2 = ")
+
+
+def test_another_token_ends_a_replay(cli, recording, tmp_path):
+    document = json.loads(recording.read_text())
+    document["rows"][3]["token_ids"][2] += 1
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(document))
+    result = cli("bench", "replay", file, *SMALL, "--repeats=1", "--modes=refill")
+    assert_one_error_line(result, "request '3', output token 2 = ")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--layout=shared"], "layout = 'last_exited' was recorded: here it is 'shared'"),
+        (["--dtype=bfloat16"], "dtype = 'float32' was recorded: here it is 'bfloat16'"),
+        (["--total-ut-steps=3"], "model.total_ut_steps = 4 was recorded: here it is 3"),
+        (["--repeats=0"], "--repeats = 0: must be an integer >= 1"),
+        (["--modes=turbo"], "argument --modes: invalid choice: 'turbo'"),
+        (["--max-in-flight=2"], "unrecognized arguments: --max-in-flight"),
+        (["--record=x.json"], "must be given, or --record FILE instead, and not both"),
+        (["--requests=4"], "--requests = 4: has a meaning only with --record"),
+        (["--adaptive"], "--adaptive = True: has a meaning only with --record"),
+        (["--exit-threshold=0.5"], "--exit-threshold = 0.5: has a meaning only with --record"),
+    ],
+    ids=lambda case: str(case)[:60],
+)
+def test_what_a_recording_does_not_allow_is_refused(cli, recording, arguments, message):
+    assert_one_error_line(cli("bench", "replay", recording, *SMALL, *arguments), message)
+
+
+def test_a_changed_recording_is_refused(cli, recording, tmp_path):
+    document = json.loads(recording.read_text())
+    document["rows"][0]["seed"] += 1
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(document))
+    assert_one_error_line(cli("bench", "replay", file), f"{file}: fingerprint = '")
+
+
+def test_other_random_weights_than_recorded_are_refused(
+    cli, checkpoint, recording, tmp_path, monkeypatch
+):
+    """The checkpoint stands for random weights, which take seconds to draw."""
+    model = load_model(model=checkpoint)
+    monkeypatch.setattr(
+        synthetic, "load_model", lambda seed, **_: dataclasses.replace(model, seed=seed)
+    )
+    conditions = Conditions.at_hand(dataclasses.replace(model, seed=1), "last_exited")
+    source = dict.fromkeys(SOURCE) | {"synthetic": "ouro-tiny", "seed": 1}
+    made = dataclasses.replace(read(str(recording)), conditions=conditions, source=source)
+    file = tmp_path / "r.json"
+    write(made, str(file), [], {}, model.device)
+    assert cli("bench", "replay", file, *SMALL, "--repeats=1", "--modes=refill")[0] == 0
+    message = "weights_seed = 1 was recorded: here it is 2"
+    assert_one_error_line(cli("bench", "replay", file, "--seed=2"), message)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--exact"], "--exact = True: cannot go with --record"),
+        (["--modes=refill"], "--modes = ['refill']: cannot go with --record"),
+        (["--output=x.json"], "--output = 'x.json': cannot go with --record"),
+        (["--kernels=auto,reference"], "must be one with --record"),
+        (["--adaptive"], "--exit-threshold = 1.0: must be < 1 with --adaptive"),
+        (["--adaptive", "--depths=2"], "--depths = [2]: cannot be used together with --adaptive"),
+        (["--exit-threshold=0.5"], "--exit-threshold = 0.5: has a meaning only with --adaptive"),
+        (["--depths=5"], "--depths = 5: must be an integer >= 1 and <= 4"),
+        (["--output-tokens=1"], "--output-tokens = 1: must be an integer >= 2"),
+        (["--prompt=60"], "--prompt = 60: with --output-tokens 16 must be <= 49"),
+        (["--requests=0"], "--requests = 0: must be an integer >= 1"),
+        (["--record=/no/r.json"], "--record = '/no/r.json': must be a file in a folder that"),
+    ],
+    ids=lambda case: str(case)[:60],
+)
+def test_what_cannot_be_recorded_is_refused(bench, tmp_path, arguments, message):
+    file = tmp_path / "r.json"
+    assert_one_error_line(bench("replay", "--record", file, "--prompt=8", *arguments), message)
+    assert not file.exists()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -101,6 +246,8 @@ def test_plot_writes_the_picture(bench, cli, tmp_path):
         (["kernels", "--context=99999999", "--no-roofline"], "--context or --prompt = 99999999: "),
         (["kernels", "--kernels=mosaic"], "ExecutionConfig.kernels = 'mosaic': needs a CUDA GPU"),
         (["compare", "/no/a.json", "/no/b.json"], "/no/a.json: cannot be read"),
+        (["replay"], "FILE = None: must be given, or --record FILE instead"),
+        (["replay", "/no/r.json"], "/no/r.json: cannot be read"),
         (["compare", "a.json"], "required: B.json"),
         (["plot", "a.json"], "required: --output"),
         (["plot", "/no/a.json", "--output=x.svg"], "/no/a.json: cannot be read"),
