@@ -109,6 +109,7 @@ class Slot:
     all others, without the depth. history: the K/V that later tokens must find, in each plane.
     signals: of the token's loops. left: the device has decided that it runs no further loop.
     awaited: output index and loop of every signal that is asked for and not collected.
+    told_left: output index of the last token whose leaving was collected.
     """
 
     def __init__(self, generation: int, update: SlotUpdate, limits: Limits):
@@ -126,13 +127,14 @@ class Slot:
         self.signals: list[np.float32] = []
         self.left = False
         self.awaited: list[tuple[int, int]] = []
+        self.told_left = -1
 
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
     batch: SchedulerOutput
     slots: tuple[Slot, ...]
-    signals: list[tuple[Slot, tuple[int, int]]] = dataclasses.field(default_factory=list)
+    signals: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # by row
     output: RunnerOutput | None = None
 
 
@@ -221,8 +223,11 @@ class SimulatedDevice:
         while ticket.output is None:
             self._run_next()
         self._uncollected.remove(ticket)
-        for slot, signal in ticket.signals:
-            slot.awaited.remove(signal)
+        leaves = ticket.output.rows.leaves
+        for i, (token, depth) in ticket.signals.items():
+            ticket.slots[i].awaited.remove((token, depth))
+            if leaves is not None and leaves[i]:
+                ticket.slots[i].told_left = token
         return ticket.output
 
     def reset(self) -> None:
@@ -246,6 +251,7 @@ class SimulatedDevice:
         assert len(set(rows.slot.tolist())) == len(rows), "two rows of one slot"
         assert len(set(rows.generation.tolist())) == len(rows), "two rows of one request"
         assert rows.slot.min() >= 0 and rows.slot.max() < limits.num_slots
+        assert batch.has_coda == (batch.stage in (Stage.CODA, Stage.BOUNDARY, Stage.TOKENS))
         if batch.stage is Stage.PREFILL:
             chunk = limits.chunk
             if limits.planes == 1:
@@ -286,17 +292,19 @@ class SimulatedDevice:
         """No loop starts before the signals are read that may keep it from starting."""
         for i, slot in enumerate(ticket.slots):
             reads = ticket.batch.rows.reads_gate[i]
-            if not (slot.awaited or reads):
+            if not (slot.awaited or reads or slot.told_left >= 0):
                 continue
             row = ticket.batch.rows[i]
             token = row.output_index + (row.exit_depth > 0)
+            ran_on = row.depth and token == slot.told_left and self.limits.lag == 0
+            assert not ran_on, "a loop of a token that is known to have left"
             for other, depth in slot.awaited:
                 ahead = other == token and row.depth > depth
                 assert not ahead or row.depth - depth <= self.limits.run_ahead, "too far ahead"
                 self.events["a loop ahead of a signal"] += ahead
             if reads:
                 slot.awaited.append((token, row.depth))
-                ticket.signals.append((slot, (token, row.depth)))
+                ticket.signals[i] = (token, row.depth)
 
     def is_busy(self, generation: int) -> bool:
         """Whether a batch of this request is submitted and not collected."""

@@ -424,12 +424,20 @@ class Simulation:
             assert output.logprobs == logprobs
             self.events.update(f"exit at {depth}" for depth in depths[1:count])
         assert not self._live
+        self._check_totals()
         stats = self.core.scheduler.stats()
         assert stats.pop("free_blocks") == stats.pop("total_blocks")
         assert set(stats.values()) == {0}, stats
         assert self.core.scheduler.block_tables() == {}
         if self.workload.exit_mode == "trace":
             assert not self.events["gates"]
+
+    def _check_totals(self) -> None:
+        totals = self.core.scheduler.totals()
+        depths = [depth for output in self._outputs.values() for depth in output.exit_depths]
+        assert totals["output_tokens"] == len(depths)
+        assert totals["mean_depth"] == (np.mean(depths) if depths else None)
+        assert totals["idle_row_loops"] <= self.events["loops in vain"]
 
 
 def build(workload: Workload) -> tuple[EngineCore, SimulatedDevice]:
