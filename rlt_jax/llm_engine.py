@@ -200,15 +200,17 @@ class LLMEngine:
             **described,
         }
 
-    def _bucket_of(self, batch: SchedulerOutput) -> int:
-        """Rows, in a prefill prompt tokens, that a batch is padded to."""
-        buckets, count = self._running().programs.buckets, len(batch.rows)
-        if batch.stage is Stage.PREFILL:
-            tokens = sum(len(row.tokens) for row in batch.rows)
-            one_plane = self.memory_plan.planes == 1
-            return buckets.fit(Kind.PREFILL, count if one_plane else tokens)
-        kind = Kind.CODA_GREEDY if batch.stage is Stage.CODA else Kind.RECURRENT
-        return buckets.fit(kind, count)
+    def _bucket_of(self, batch: SchedulerOutput) -> int | None:
+        """Rows, in a prefill prompt tokens, that a batch is padded to; None: it does not fit."""
+        kind, count = Kind.RECURRENT, len(batch.rows)
+        if batch.stage is Stage.CODA:
+            kind = Kind.CODA_GREEDY
+        elif batch.stage is Stage.PREFILL:
+            kind = Kind.PREFILL
+            if self.memory_plan.planes > 1:
+                count = sum(len(row.tokens) for row in batch.rows)
+        sizes = self._running().programs.buckets.of(kind)
+        return next((size for size in sizes if count <= size), None)
 
     @property
     def max_executables(self) -> int:

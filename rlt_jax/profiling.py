@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -32,7 +32,7 @@ class Profiler:
         self.path = os.fspath(directory)
 
     def submitting(
-        self, batch: SchedulerOutput, request_ids: Sequence[str]
+        self, batch: SchedulerOutput, id_of: Callable[[int], str]
     ) -> contextlib.AbstractContextManager:
         return jax.profiler.StepTraceAnnotation(name_of(batch), step_num=batch.sequence)
 

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,27 +92,14 @@ class TraceRecorder:
         self._error: OSError | None = None
 
     @contextlib.contextmanager
-    def submitting(self, batch: SchedulerOutput, request_ids: Sequence[str]) -> Iterator[None]:
-        rows = tuple(
-            TracedRow(
-                request_id,
-                row.generation,
-                row.position,
-                row.depth,
-                row.exit_depth,
-                len(row.tokens),
-                batch.num_tokens,
-            )
-            for row, request_id in zip(batch.rows, request_ids, strict=True)
-        )
-        bucket = self._bucket_of(batch)
-        traced = TracedBatch(batch.sequence, batch.stage, bucket, None, None, None, rows)
+    def submitting(self, batch: SchedulerOutput, id_of: Callable[[int], str]) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            self._write(dataclasses.replace(traced, error=_described(error)))
+            self._write(self._traced(batch, id_of, None, _described(error)))
             raise
-        self._in_flight[batch.sequence] = dataclasses.replace(traced, submitted=self._now())
+        # What takes time comes after: the device is at work now.
+        self._in_flight[batch.sequence] = self._traced(batch, id_of, self._now(), None)
 
     @contextlib.contextmanager
     def collecting(self, batch: SchedulerOutput) -> Iterator[None]:
@@ -136,6 +123,28 @@ class TraceRecorder:
             self._error = self._error or error
         if self._error is not None:
             raise OSError(f"{self.path}: the trace is not complete: {self._error}")
+
+    def _traced(
+        self,
+        batch: SchedulerOutput,
+        id_of: Callable[[int], str],
+        submitted: float | None,
+        error: str | None,
+    ) -> TracedBatch:
+        rows = tuple(
+            TracedRow(
+                id_of(row.generation),
+                row.generation,
+                row.position,
+                row.depth,
+                row.exit_depth,
+                len(row.tokens),
+                batch.num_tokens,
+            )
+            for row in batch.rows
+        )
+        bucket = self._bucket_of(batch)
+        return TracedBatch(batch.sequence, batch.stage, bucket, submitted, None, error, rows)
 
     def _now(self) -> float:
         return round(self._clock() - self._start, 6)

@@ -32,9 +32,9 @@ class Observer(Protocol):
     """Sees every batch go and come back; it only looks and must not raise."""
 
     def submitting(
-        self, batch: SchedulerOutput, request_ids: Sequence[str]
+        self, batch: SchedulerOutput, id_of: Callable[[int], str]
     ) -> contextlib.AbstractContextManager:
-        """Around the call that submits a batch; request_ids: one per row."""
+        """Around the call that submits a batch; id_of: the request id of a row's generation."""
 
     def collecting(self, batch: SchedulerOutput) -> contextlib.AbstractContextManager:
         """Around the call that waits for a batch and reads its results."""
@@ -165,10 +165,9 @@ class EngineCore:
     def _submit(self, batch: SchedulerOutput) -> Any:
         if not self.observers:
             return self.runner.submit(batch)
-        ids = [self._live[row.generation].id for row in batch.rows]
         with contextlib.ExitStack() as stack:
             for observer in self.observers:
-                stack.enter_context(observer.submitting(batch, ids))
+                stack.enter_context(observer.submitting(batch, self._id_of))
             return self.runner.submit(batch)
 
     def _collect(self, batch: SchedulerOutput, ticket: Any) -> RunnerOutput:
@@ -178,6 +177,9 @@ class EngineCore:
             for observer in self.observers:
                 stack.enter_context(observer.collecting(batch))
             return self.runner.collect(ticket)
+
+    def _id_of(self, generation: int) -> str:
+        return self._live[generation].id
 
     def _lose(self, error: DeviceLostError) -> None:
         logger.error("%s; the device state is rebuilt", error)
