@@ -16,6 +16,7 @@ from rlt_jax.engine.scheduler import Scheduler
 from rlt_jax.kernels.selection import Kernels, select
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
 from rlt_jax.runtime.compilation import Buckets, Programs, use_compilation_cache
+from rlt_jax.runtime.exits import Exits
 from rlt_jax.runtime.memory_plan import MemoryPlan, plan_memory
 from rlt_jax.runtime.programs import ProgramSpec
 from rlt_jax.runtime.runner import Runner
@@ -63,6 +64,8 @@ def assemble(
     cache = cache_config or CacheConfig()
     scheduling = (scheduler_config or SchedulerConfig()).resolve(device.platform)
     execution = (execution_config or ExecutionConfig()).resolve(device.platform)
+    exits = exit_config or ExitConfig()
+    execution.check_with(exits)
     use_compilation_cache(execution.compilation_cache_dir)
 
     kernels = choose_kernels(execution.kernels, model, policy, cache, device.platform)
@@ -70,7 +73,7 @@ def assemble(
     clock = [time.perf_counter()]
     plan = plan_memory(model, policy, cache, scheduling.max_num_seqs, buckets, device, kernels)
     shape = plan.state_shape(scheduling.max_num_seqs, model.max_position_embeddings)
-    spec = ProgramSpec(model, policy, shape, kernels)
+    spec = ProgramSpec(model, policy, shape, kernels, program_exits(exits, execution))
     programs = Programs(spec, buckets, device)
     count = len(programs.all_keys())
     logger.info("at most %d executables", count)
@@ -99,11 +102,19 @@ def assemble(
         max_positions=model.max_position_embeddings,
         eos_token_ids=eos_token_ids,
     )
-    exits = exit_policy(exit_config or ExitConfig())
+    rule = exit_policy(exits)
     kv = KVAccounting(KVGeometry(plan.num_pages, plan.planes, plan.block_size))
-    scheduler = Scheduler(scheduling, limits, exits, kv, execution.tokens_per_dispatch)
-    core = EngineCore(scheduler, runner, limits, exits, execution.max_in_flight)
+    scheduler = Scheduler(
+        scheduling, limits, rule, kv, execution.tokens_per_dispatch, execution.async_scheduling
+    )
+    core = EngineCore(scheduler, runner, limits, rule, execution.max_in_flight)
     return Assembly(core, runner, programs, plan, start_up)
+
+
+def program_exits(exits: ExitConfig, execution: ExecutionConfig) -> Exits:
+    """What the programs must know of exits."""
+    seed = exits.seed if exits.mode == "random_lookahead" else None
+    return Exits(decides=execution.exit_decision == "device", lookahead_seed=seed)
 
 
 def choose_kernels(

@@ -32,7 +32,7 @@ _TITLES = {
 _DEPTH_FIELDS = ("exit_threshold", "min_loops", "max_loops")
 
 # Fields whose own name is another class's flag.
-_FLAG_NAMES = {(ExitConfig, "mode"): "--exit-mode"}
+_FLAG_NAMES = {(ExitConfig, "mode"): "--exit-mode", (ExitConfig, "seed"): "--lookahead-seed"}
 
 
 class Parser(argparse.ArgumentParser):

@@ -22,7 +22,8 @@ from rlt_jax.validation import (
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = ("last_exited", "shared")
 SCHEDULER_MODES = ("refill", "no_refill")
-EXIT_MODES = ("ouro", "trace")
+EXIT_MODES = ("ouro", "ouro_delayed", "random_lookahead", "trace")
+EXIT_DECISIONS = ("host", "device")
 KERNELS = ("auto", "mosaic", "triton", "reference")
 
 MAX_INT32 = 2**31 - 1  # pages, slots and positions are int32 on the device
@@ -112,11 +113,15 @@ class SchedulerConfig:
 class ExitConfig:
     """When a decoded token may leave the loop. Prompts always run to full depth.
 
-    "ouro" reads the model's gate as a hazard; "trace" replays `depths_by_request`: for each
-    request id the prompt's full depth, then one depth per further output token.
+    "ouro" reads the model's gate as a hazard: a token leaves when the probability of having left
+    reaches its threshold. "ouro_delayed" leaves one loop later. "random_lookahead" takes the score
+    of a random head, drawn from `seed`, for leaving after one more loop. "trace" replays
+    `depths_by_request`: for each request id the prompt's full depth, then one depth per further
+    output token.
     """
 
     mode: str = option("ouro", "exit policy", choices=EXIT_MODES)
+    seed: int = option(0, 'of the head of mode "random_lookahead"')
     depths_by_request: Mapping[str, tuple[int, ...]] | None = option(
         None, 'depths to replay, by request id (JSON, for mode "trace")'
     )
@@ -124,6 +129,7 @@ class ExitConfig:
     def __post_init__(self):
         plain_numbers(self)
         check_choice("ExitConfig.mode", self.mode, EXIT_MODES)
+        check_int("ExitConfig.seed", self.seed, minimum=0, maximum=2**63 - 1)
         name = "ExitConfig.depths_by_request"
         if (self.mode == "trace") != (self.depths_by_request is not None):
             fail(name, self.depths_by_request, 'must be given with mode "trace" and only then')
@@ -145,7 +151,7 @@ class ExitConfig:
 
     def __hash__(self):
         depths = self.depths_by_request
-        return hash((self.mode, depths and tuple(sorted(depths.items()))))
+        return hash((self.mode, self.seed, depths and tuple(sorted(depths.items()))))
 
 
 # Options of the reference runtime that have no counterpart here, and what replaced each.
@@ -166,6 +172,14 @@ class ExecutionConfig:
 
     kernels: str = option(
         "auto", "attention kernels (auto: the fastest that fit the device)", choices=KERNELS
+    )
+    async_scheduling: bool = option(
+        False, "submit a request's next loop before the signal of its last one is read"
+    )
+    exit_decision: str = option(
+        "host",
+        'who applies the exit rule: the host, or the program itself (mode "ouro")',
+        choices=EXIT_DECISIONS,
     )
     max_in_flight: int = option(
         2, "batches on the device at once; a batch whose content hangs on a result waits for it"
@@ -189,6 +203,8 @@ class ExecutionConfig:
     def __post_init__(self):
         plain_numbers(self)
         check_choice("ExecutionConfig.kernels", self.kernels, KERNELS)
+        check_bool("ExecutionConfig.async_scheduling", self.async_scheduling)
+        check_choice("ExecutionConfig.exit_decision", self.exit_decision, EXIT_DECISIONS)
         check_int("ExecutionConfig.max_in_flight", self.max_in_flight, minimum=1)
         name = "ExecutionConfig.tokens_per_dispatch"
         check_int(name, self.tokens_per_dispatch, minimum=1)
@@ -208,6 +224,18 @@ class ExecutionConfig:
             )
             if value is not None and value & (value - 1):
                 fail(f"ExecutionConfig.{name}", value, "must be a power of two")
+
+    def check_with(self, exits: ExitConfig) -> None:
+        """Raises ValueError where these options do not go together."""
+        if self.exit_decision == "device" and exits.mode != "ouro":
+            rule = f'is for ExitConfig.mode = "ouro"; with mode = {exits.mode!r} use "host"'
+            fail("ExecutionConfig.exit_decision", self.exit_decision, rule)
+        if self.async_scheduling and exits.mode == "ouro" and self.exit_decision == "host":
+            rule = (
+                'with ExitConfig.mode = "ouro" needs exit_decision = "device" (or mode = '
+                '"ouro_delayed"): on the host each loop waits for the signal of the last'
+            )
+            fail("ExecutionConfig.async_scheduling", self.async_scheduling, rule)
 
     def resolve(self, platform: str) -> "ExecutionConfig":
         """The same config with the open choices replaced by the platform's defaults."""

@@ -72,6 +72,8 @@ def build_engine(
     max_in_flight: int = 2,
     tokens_per_dispatch: int = 1,
     kernels: str = "auto",
+    async_scheduling: bool = False,
+    exit_decision: str = "host",
     **scheduling,
 ) -> Assembly:
     """An engine of one of the shapes; `scheduling` are further SchedulerConfig fields."""
@@ -98,6 +100,8 @@ def build_engine(
             max_in_flight=max_in_flight,
             tokens_per_dispatch=tokens_per_dispatch,
             kernels=kernels,
+            async_scheduling=async_scheduling,
+            exit_decision=exit_decision,
         ),
     )
 

@@ -20,6 +20,8 @@ def choice(*allowed):
     return allowed, bad, "must be one of " + ", ".join(map(repr, allowed))
 
 
+ADAPTIVE_MODES = ["ouro", "ouro_delayed", "random_lookahead"]
+
 # Of each field: values that it takes, values that it refuses, and the rule that the error gives.
 FIELDS = {
     (CacheConfig, "num_blocks"): OPTIONAL_POSITIVE,
@@ -42,7 +44,14 @@ FIELDS = {
     (SchedulerConfig, "prefill_chunk_size"): OPTIONAL_POSITIVE,
     (SchedulerConfig, "max_prefill_batches_before_decode"): POSITIVE,
     (SchedulerConfig, "min_coda_batch_size"): POSITIVE,
-    (ExitConfig, "mode"): (["ouro"], choice("ouro", "trace")[1], choice("ouro", "trace")[2]),
+    (ExitConfig, "mode"): (ADAPTIVE_MODES, *choice(*ADAPTIVE_MODES, "trace")[1:]),
+    (ExitConfig, "seed"): ([0, 2**63 - 1], [-1, 2**63, 1.5, True, None], "must be an integer >= 0"),
+    (ExecutionConfig, "async_scheduling"): (
+        [True, False],
+        [0, None, "yes"],
+        "must be True or False",
+    ),
+    (ExecutionConfig, "exit_decision"): choice("host", "device"),
     (ExecutionConfig, "kernels"): choice("auto", "mosaic", "triton", "reference"),
     (ExecutionConfig, "max_in_flight"): POSITIVE,
     (ExecutionConfig, "tokens_per_dispatch"): ([1, 2, 4], [3, 8], "must be 1, 2 or 4"),
@@ -238,3 +247,23 @@ def test_execution_defaults_depend_on_the_platform(platform, rows, prompt_tokens
     assert resolved.compile_ahead is ahead
     assert (resolved.max_in_flight, resolved.tokens_per_dispatch) == (2, 1)
     assert resolved.kernels == "auto"
+
+
+@pytest.mark.parametrize("mode", ["ouro_delayed", "random_lookahead"])
+def test_a_device_decides_by_the_ouro_rule_alone(mode):
+    with pytest.raises(ValueError, match=r"ExecutionConfig.exit_decision = 'device': .*host"):
+        ExecutionConfig(exit_decision="device").check_with(ExitConfig(mode=mode))
+
+
+def test_asynchronous_ouro_on_the_host_is_refused_and_the_error_names_the_alternative():
+    with pytest.raises(ValueError) as error:
+        ExecutionConfig(async_scheduling=True).check_with(ExitConfig())
+    assert str(error.value).startswith("ExecutionConfig.async_scheduling = True: ")
+    assert 'exit_decision = "device"' in str(error.value)
+    for execution, mode in (
+        (ExecutionConfig(async_scheduling=True, exit_decision="device"), "ouro"),
+        (ExecutionConfig(exit_decision="device"), "ouro"),
+        (ExecutionConfig(async_scheduling=True), "ouro_delayed"),
+        (ExecutionConfig(async_scheduling=True), "random_lookahead"),
+    ):
+        execution.check_with(ExitConfig(mode=mode))

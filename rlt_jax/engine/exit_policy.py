@@ -12,7 +12,7 @@ import numpy as np
 from rlt_jax.config import ExitConfig
 from rlt_jax.validation import fail
 
-FULL_REMAINING = np.float32(1.0)
+ONE = np.float32(1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +27,16 @@ class ExitBounds:
     threshold: float
     depths: tuple[int, ...] | None = None
 
+    @property
+    def is_fixed(self) -> bool:
+        return self.threshold == 1 or self.min_loops == self.max_loops
+
 
 class ExitPolicy(Protocol):
+    """lag: loops that a token still runs after the one whose signal makes it leave."""
+
+    lag: int
+
     def bind(
         self,
         request_id: str,
@@ -39,48 +47,70 @@ class ExitPolicy(Protocol):
     ) -> ExitBounds:
         """Checks a new request against the policy and completes its bounds; raises ValueError."""
 
-    def reads_gate(self, bounds: ExitBounds, loop: int) -> bool:
-        """Whether the decision after `loop` needs the gate."""
+    def gate_loops(self, bounds: ExitBounds) -> range:
+        """The loops whose signal can matter."""
 
     def fixed_depth(self, bounds: ExitBounds) -> int | None:
         """The depth at which every token exits, when it is known beforehand and never changes."""
 
     def decide(
         self,
-        bounds: ExitBounds,
-        output_index: int,
-        loop: int,
-        remaining: np.float32,
-        probability: np.float32 | None,
-    ) -> tuple[bool, np.float32]:
-        """(exit after this loop?, remaining probability) for the token that gives output
-        `output_index`."""
+        probability_n: np.ndarray,
+        remaining_n: np.ndarray,
+        loop_n: np.ndarray,
+        min_loops_n: np.ndarray,
+        threshold_n: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(does the signal after this loop make it leave `lag` loops later? [n] bool, remaining
+        probability [n]) of n tokens whose signals are the gate's sigmoid, all float32."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OuroExit:
-    """The gate is a hazard: exit at r when r >= min_loops and 1 - prod(1 - p) >= threshold."""
+class _Adaptive:
+    """Policies that a request's gate drives."""
+
+    lag = 0
 
     def bind(self, request_id, trace_id, bounds, max_tokens, full_depth):
         if trace_id is not None:
             fail("trace_id", trace_id, 'has a meaning only with ExitConfig.mode = "trace"')
         return bounds
 
-    def reads_gate(self, bounds, loop):
-        return self.fixed_depth(bounds) is None and loop < bounds.max_loops
-
     def fixed_depth(self, bounds):
-        fixed = bounds.threshold == 1 or bounds.min_loops == bounds.max_loops
-        return bounds.max_loops if fixed else None
+        return None if self.gate_loops(bounds) else bounds.max_loops
 
-    def decide(self, bounds, output_index, loop, remaining, probability):
-        if loop >= bounds.max_loops:
-            return True, remaining
-        if not self.reads_gate(bounds, loop):
-            return False, remaining
-        remaining = remaining * (FULL_REMAINING - np.float32(probability))
-        passed = FULL_REMAINING - remaining >= np.float32(bounds.threshold)
-        return bool(loop >= bounds.min_loops and passed), remaining
+    def gate_loops(self, bounds):
+        return range(0) if bounds.is_fixed else range(1, bounds.max_loops - self.lag)
+
+    def decide(self, probability_n, remaining_n, loop_n, min_loops_n, threshold_n):
+        """The gate is a hazard: its complement leaves the remaining probability."""
+        remaining_n = remaining_n * (ONE - probability_n)
+        return (loop_n >= min_loops_n) & (ONE - remaining_n >= threshold_n), remaining_n
+
+
+@dataclasses.dataclass(frozen=True)
+class OuroExit(_Adaptive):
+    """Exit at r when r >= min_loops and 1 - prod(1 - p) >= threshold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OuroDelayedExit(_Adaptive):
+    """The same trigger; the exit comes one loop later."""
+
+    lag = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomLookaheadExit(_Adaptive):
+    """The signal is a score for leaving after one more loop; never before loop 2."""
+
+    lag = 1
+
+    def gate_loops(self, bounds):
+        first = max(2, bounds.min_loops) - 1
+        return range(0) if bounds.is_fixed else range(first, bounds.max_loops - 1)
+
+    def decide(self, probability_n, remaining_n, loop_n, min_loops_n, threshold_n):
+        return probability_n >= threshold_n, remaining_n
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +118,7 @@ class TraceExit:
     """Replays recorded depths; the gate is neither computed nor read."""
 
     depths_by_request: Mapping[str, tuple[int, ...]]
+    lag = 0
 
     def bind(self, request_id, trace_id, bounds, max_tokens, full_depth):
         name = request_id if trace_id is None else trace_id
@@ -105,18 +136,22 @@ class TraceExit:
                 fail(f"{field}[{i}]", depth, rule)
         return dataclasses.replace(bounds, depths=depths)
 
-    def reads_gate(self, bounds, loop):
-        return False
+    def gate_loops(self, bounds):
+        return range(0)
 
     def fixed_depth(self, bounds):
         distinct = set(bounds.depths[1:])
         return distinct.pop() if len(distinct) == 1 else None
 
-    def decide(self, bounds, output_index, loop, remaining, probability):
-        return loop >= bounds.depths[output_index], remaining
+    def decide(self, probability_n, remaining_n, loop_n, min_loops_n, threshold_n):
+        return np.zeros(len(loop_n), bool), remaining_n
 
 
 def exit_policy(config: ExitConfig) -> ExitPolicy:
     if config.mode == "trace":
         return TraceExit(config.depths_by_request)
-    return OuroExit()
+    return {
+        "ouro": OuroExit,
+        "ouro_delayed": OuroDelayedExit,
+        "random_lookahead": RandomLookaheadExit,
+    }[config.mode]()

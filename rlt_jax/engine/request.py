@@ -1,12 +1,9 @@
-"""A request as the scheduler sees it: the only place where its progress lives."""
+"""A request: what was asked, and what became of it."""
 
 import dataclasses
-import enum
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from rlt_jax.engine.exit_policy import FULL_REMAINING, ExitBounds
+from rlt_jax.engine.exit_policy import ExitBounds
 from rlt_jax.outputs import RequestMetrics, RequestOutput
 from rlt_jax.sampling_params import SamplingParams
 
@@ -14,26 +11,13 @@ from rlt_jax.sampling_params import SamplingParams
 TextOf = Callable[[Sequence[int], str | None], str]
 
 
-class RequestStage(enum.Enum):
-    WAITING = "waiting"
-    PREFILL = "prefill"
-    RECURRENT = "recurrent"
-    CODA = "coda"
-    FINISHED = "finished"
-
-
 @dataclasses.dataclass(eq=False)
 class Request:
     """Mutable; owned by the scheduler alone.
 
-    generation: unique in the engine, never reused. Times: seconds.
-    Progress that is scheduled, which may run ahead of the results: position, of the token being
-    computed (in prefill, the next prompt token); depth, loops that token has run; sampled, output
-    tokens. remaining: probability that the token has not exited. queued: waits in its stage's
-    queue. turn: its place in the order in which requests came into queues. held: a batch in flight
-    decides what it does next. in_flight: batches submitted and not collected. whole_tokens: every
-    token runs to full depth.
-    Results: tokens, depths, logprobs.
+    generation: unique in the engine, never reused. slot: its place among those admitted, where its
+    progress is kept (see slots.py); None before and after. stop_ids: tokens that end it. Times:
+    seconds. Results: tokens, depths, logprobs.
     """
 
     id: str
@@ -42,18 +26,8 @@ class Request:
     params: SamplingParams
     bounds: ExitBounds
     arrived: float
-    stage: RequestStage = RequestStage.WAITING
     slot: int | None = None
-    position: int = 0
-    depth: int = 0
-    sampled: int = 0
-    remaining: np.float32 = FULL_REMAINING
-    whole_tokens: bool = False
-    queued: bool = False
-    turn: int = 0
-    held: bool = False
-    in_flight: int = 0
-    on_device: bool = False
+    stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = dataclasses.field(default_factory=list)
     depths: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)

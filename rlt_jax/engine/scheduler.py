@@ -2,8 +2,9 @@
 
 schedule() -> SchedulerOutput -> (runner) -> RunnerOutput -> update(). Progress that needs no
 result is made when a batch is scheduled: sampled tokens stay on the device, so the next batch of a
-request may be submitted before this one is read. Only a request whose next stage hangs on its gate
-is held, in no queue, until update() has the hazard.
+request may be submitted before this one is read. Only a request whose next stage hangs on a
+signal is held until update() has it: without run_ahead that of its last loop, with it that of the
+loop before. So loop r + 2 never starts before the signal of loop r was applied.
 """
 
 import enum
@@ -14,22 +15,30 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from rlt_jax.config import SchedulerConfig
-from rlt_jax.engine.exit_policy import FULL_REMAINING, ExitPolicy
+from rlt_jax.engine.exit_policy import ExitPolicy
 from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting
-from rlt_jax.engine.request import Request, RequestStage
+from rlt_jax.engine.request import Request
+from rlt_jax.engine.slots import (
+    CODA,
+    ENDED,
+    HELD,
+    LAST,
+    PREFILL,
+    RECURRENT,
+    RequestStage,
+    Slots,
+)
 from rlt_jax.engine.types import (
     SHARED_PREFILL_TOKENS,
     Row,
-    RowResult,
+    Rows,
     RunnerOutput,
     SchedulerOutput,
     SlotUpdate,
     Stage,
 )
 from rlt_jax.validation import fail
-
-_QUEUED_STAGES = (RequestStage.PREFILL, RequestStage.RECURRENT, RequestStage.CODA)
 
 _HOTTEST = 1e30  # already uniform, and still a float32
 
@@ -52,21 +61,25 @@ class Scheduler:
         policy: ExitPolicy,
         kv: KVAccounting,
         tokens_per_dispatch: int = 1,
+        run_ahead: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`config` must be resolved: no None left."""
+        """config: resolved, no None left. run_ahead: submit a request's next loop before the
+        signal of the last one is read, which the policy's lag or a device that decides by itself
+        must allow."""
         self._config = config
         self._limits = limits
         self._policy = policy
         self._kv = kv
         self._tokens_per_dispatch = tokens_per_dispatch
+        self._ahead = int(run_ahead)
         self._clock = clock
         self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._waiting: deque[Request] = deque()
         self._by_id: dict[str, Request] = {}
         self._by_generation: dict[int, Request] = {}
         self._sequence = 0
-        self._turn = 0
+        self._counts = {"tokens": 0, "loops": 0, "idle_row_loops": 0}
         self._start_empty()
 
     # -- what the engine asks and tells --------------------------------------------------------
@@ -81,26 +94,46 @@ class Scheduler:
     def block_tables(self) -> dict[int, tuple[int, ...]]:
         """The block table of every slot that the device was told of."""
         return {
-            request.slot: self._kv.table(request.generation)
-            for request in self._by_generation.values()
-            if request.on_device
+            slot: self._kv.table(request.generation)
+            for slot, request in enumerate(self._slots.request)
+            if request is not None and self._slots.on_device[slot]
         }
 
+    def stage_of(self, request_id: str) -> RequestStage:
+        """Where an unfinished request is."""
+        request = self._by_id[request_id]
+        if request.slot is None:
+            return RequestStage.WAITING
+        return RequestStage(self._slots.stage[request.slot])
+
     def stats(self) -> dict[str, int]:
-        counts = {stage.value: len(queue) for stage, queue in self._queues.items()}
+        """What is there now: all zero but the blocks when nothing runs."""
+        by_stage = np.bincount(self._slots.stage, minlength=len(RequestStage))
+        named = ("PREFILL", "RECURRENT", "CODA", "HELD")
         return {
             "running": len(self._by_generation) - len(self._waiting),
             "waiting": len(self._waiting),
-            **counts,
+            **{name.lower(): int(by_stage[RequestStage[name]]) for name in named},
             "free_blocks": self._kv.free_blocks,
             "total_blocks": self._kv.total_blocks,
+        }
+
+    def totals(self) -> dict[str, float]:
+        """Since the engine was built. mean_depth: loops per output token (None: no token yet).
+        idle_row_loops: loops run in vain by rows that had already left."""
+        tokens = self._counts["tokens"]
+        return {
+            "output_tokens": tokens,
+            "mean_depth": self._counts["loops"] / tokens if tokens else None,
+            "idle_row_loops": self._counts["idle_row_loops"],
         }
 
     def add(self, request: Request) -> None:
         """Queues a request; raises ValueError when its id is in use."""
         if request.id in self._by_id:
             fail("request_id", request.id, "must not be the id of an unfinished request")
-        request.whole_tokens = self._policy.fixed_depth(request.bounds) == self._limits.full_depth
+        eos = () if request.params.ignore_eos else self._limits.eos_token_ids
+        request.stop_ids = frozenset((*request.params.stop_token_ids, *eos))
         self._by_id[request.id] = request
         self._by_generation[request.generation] = request
         self._waiting.append(request)
@@ -139,11 +172,8 @@ class Scheduler:
         for request in failed:
             request.error = error
             request.finish_reason = "error"
-        for request in known:
-            request.stage = RequestStage.FINISHED
-        for request in waiting:
-            request.stage, request.slot, request.in_flight = RequestStage.WAITING, None, 0
-            request.queued = False
+        for request in (*known, *waiting):
+            request.slot = None
         self._by_id = {request.id: request for request in waiting}
         self._by_generation = {request.generation: request for request in waiting}
         self._waiting = deque(waiting)
@@ -151,223 +181,225 @@ class Scheduler:
         return failed
 
     def _start_empty(self) -> None:
-        """No request admitted: every queue empty, every slot and block free."""
-        self._queues = {stage: deque() for stage in _QUEUED_STAGES}
-        self._held = 0
-        self._free_slots = list(range(self._config.max_num_seqs - 1, -1, -1))
+        """No request admitted: every slot and block free."""
+        self._slots = Slots(self._config.max_num_seqs)
         self._kv.release_all()
         self._prefills_since_decode = 0
         self._phase = _Phase.FILL
 
     def discard(self, batch: SchedulerOutput) -> None:
         """Forgets a batch that never reached the device."""
-        for row in batch.rows:
-            request = self._by_generation.get(row.generation)
-            if request is not None:
-                self._land(request, row)
+        self._land(batch)
 
     # -- choosing a batch ------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
         """The next batch, or None when nothing can run now."""
-        if self._config.mode == "refill":
-            stage = self._choose_refill()
-        else:
-            stage = self._choose_no_refill()
+        choose = self._choose_refill if self._config.mode == "refill" else self._choose_no_refill
+        stage = choose()
         if stage is None:
             return None
-        rows = self._take(stage)
-        if stage is Stage.BOUNDARY and not any(row.exit_depth for row in rows):
-            stage = Stage.RECURRENT  # the rows that exit had to wait for older ones
-        requests = [self._by_generation[row.generation] for row in rows]
-        samples = any(
-            request.params.temperature > 0
-            for request, row in zip(requests, rows, strict=True)
-            if row.exit_depth
-        )
-        num_tokens = 1
+        slots, num_tokens = self._slots, 1
+        if stage is Stage.PREFILL:
+            rows = self._take_prompts()
+        else:
+            stage, slot_n = self._take(stage)
+            rows = self._decode_rows(slot_n, stage)
+        slot_n = rows.slot
+        samples = bool((slots.draws[slot_n] & (rows.exit_depth > 0)).any())
         if stage is Stage.TOKENS and not samples:
             n = self._tokens_per_dispatch
-            if all(request.params.max_tokens - request.sampled >= n for request in requests):
+            if (slots.max_tokens[slot_n] - slots.sampled[slot_n] >= n).all():
                 num_tokens = n
-        updates = [self._slot_update(request) for request in requests if not request.on_device]
-        for request, row in zip(requests, rows, strict=True):
-            request.in_flight += 1
-            request.on_device = True
-            self._progress(request, stage, row, num_tokens)
+        new = slot_n[~slots.on_device[slot_n]].tolist()
+        updates = tuple(self._slot_update(slots.request[slot]) for slot in new)
+        slots.in_flight[slot_n] += 1
+        slots.on_device[slot_n] = True
         if stage is Stage.PREFILL:
+            self._progress_prompts(rows)
             self._prefills_since_decode += 1
-        elif stage is not Stage.CODA:
-            self._prefills_since_decode = 0
+        else:
+            self._progress(rows, stage, num_tokens)
+            if stage is not Stage.CODA:
+                self._prefills_since_decode = 0
         self._sequence += 1
-        return SchedulerOutput(self._sequence, stage, rows, tuple(updates), samples, num_tokens)
+        return SchedulerOutput(self._sequence, stage, rows, updates, samples, num_tokens)
+
+    def _at(self, stage: int) -> np.ndarray:
+        return self._slots.stage == stage
 
     def _choose_refill(self) -> Stage | None:
-        recurrent, coda = self._queues[RequestStage.RECURRENT], self._queues[RequestStage.CODA]
+        recurrent, coda = self._at(RECURRENT), self._at(CODA)
         # Without the held rows a batch would stream the weights for a part of the rows only.
-        can_decode = not self._held and bool(recurrent or coda)
-        coda_due = can_decode and self._enough_exits()
+        held = bool(self._at(HELD).any())
+        can_decode = not held and bool(recurrent.any() or coda.any())
+        coda_due = can_decode and self._enough_exits(recurrent, coda)
         limit = self._config.max_prefill_batches_before_decode
-        decode_waits = self._held or can_decode
-        if not decode_waits or self._prefills_since_decode < limit:
+        if not (held or can_decode) or self._prefills_since_decode < limit:
             self._admit()
-            if self._queues[RequestStage.PREFILL]:
+            if self._at(PREFILL).any():
                 return Stage.CODA if coda_due else Stage.PREFILL
         if not can_decode:
             return None
-        return self._choose_coda() if coda_due else self._choose_loop()
+        if coda_due:
+            return self._choose_coda(recurrent, coda)
+        return self._choose_loop(recurrent)
 
-    def _enough_exits(self) -> bool:
-        coda = self._queues[RequestStage.CODA]
-        if len(coda) >= self._config.min_coda_batch_size:
+    def _enough_exits(self, recurrent: np.ndarray, coda: np.ndarray) -> bool:
+        count = np.count_nonzero(coda)
+        if count >= self._config.min_coda_batch_size:
             return True
         # Whole tokens bring no row to the coda, nor do no rows at all: no use to wait for more.
-        return bool(coda) and self._choose_loop() is Stage.TOKENS
+        return count > 0 and self._choose_loop(recurrent) is Stage.TOKENS
 
-    def _choose_coda(self) -> Stage:
+    def _choose_coda(self, recurrent: np.ndarray, coda: np.ndarray) -> Stage:
         """Rows that exit run their next loop in the same batch, unless whole tokens are next."""
-        going_on = [r for r in self._queues[RequestStage.CODA] if not self._samples_last(r)]
-        whole = all(r.whole_tokens for r in going_on) and self._only_whole_tokens()
-        return Stage.CODA if whole else Stage.BOUNDARY
+        slots = self._slots
+        going_on = coda & (slots.sampled + 1 < slots.max_tokens)
+        return Stage.CODA if slots.whole[going_on | recurrent].all() else Stage.BOUNDARY
 
-    def _choose_loop(self) -> Stage:
-        recurrent = self._queues[RequestStage.RECURRENT]
-        ready = self._only_whole_tokens() and all(r.depth == 0 for r in recurrent)
+    def _choose_loop(self, recurrent: np.ndarray) -> Stage:
+        slots = self._slots
+        ready = slots.whole[recurrent].all() and not slots.depth[recurrent].any()
         return Stage.TOKENS if ready else Stage.RECURRENT
 
-    def _only_whole_tokens(self) -> bool:
-        return all(r.whole_tokens for r in self._queues[RequestStage.RECURRENT])
-
-    def _samples_last(self, request: Request) -> bool:
-        return request.sampled + 1 == request.params.max_tokens
-
     def _choose_no_refill(self) -> Stage | None:
-        queues = self._queues
-        if self._held:
+        if self._at(HELD).any():
             return None
         for _ in range(len(_Phase) + 1):  # once around, from wherever it stands
             if self._phase is _Phase.FILL:
                 self._admit()
-                if queues[RequestStage.PREFILL]:
+                if self._at(PREFILL).any():
                     return Stage.PREFILL
                 self._phase = _Phase.CORE
             if self._phase is _Phase.CORE:
-                if queues[RequestStage.RECURRENT]:
-                    stage = self._choose_loop()
+                recurrent = self._at(RECURRENT)
+                if recurrent.any():
+                    stage = self._choose_loop(recurrent)
                     if stage is Stage.TOKENS:
                         self._phase = _Phase.CODA
                     return stage
                 self._phase = _Phase.CODA
-            if queues[RequestStage.CODA]:
+            if self._at(CODA).any():
                 return Stage.CODA
             self._phase = _Phase.FILL
         return None
 
     def _admit(self) -> None:
         """First come, first served, each with all the blocks it can ever need."""
-        while self._waiting and self._free_slots:
+        while self._waiting and self._slots.has_free:
             request = self._waiting[0]
             if not self._kv.can_allocate(request.max_positions):
                 return
             self._waiting.popleft()
             self._kv.allocate(request.generation, request.max_positions)
-            request.slot = self._free_slots.pop()
             request.admitted = self._clock()
-            self._enqueue(request, RequestStage.PREFILL)
+            self._slots.fill(request, self._policy, self._limits.full_depth)
 
-    def _take(self, stage: Stage) -> tuple[Row, ...]:
-        """Takes a batch's requests out of their queues, within the token budget."""
-        if stage is Stage.PREFILL:
-            return self._take_prompts()
-        queues = self._queues
-        sources = {
-            Stage.CODA: [queues[RequestStage.CODA]],
-            Stage.BOUNDARY: [queues[RequestStage.CODA], queues[RequestStage.RECURRENT]],
-        }.get(stage, [queues[RequestStage.RECURRENT]])
-        # Full-depth rows that are out of step meet at the start of a token.
-        meet = stage is Stage.RECURRENT and self._only_whole_tokens()
-        taken: list[Request] = []
-        left: list[Request] = []
-        while len(taken) < self._max_rows and any(sources):
-            # Whoever waits longest, in whichever queue: where not all fit, none is passed over.
-            request = self._pop(min(filter(None, sources), key=lambda queue: queue[0].turn))
-            (left if meet and request.depth == 0 else taken).append(request)
-        for request in left:
-            self._enqueue(request, RequestStage.RECURRENT)
-        return tuple(self._decode_row(request, stage) for request in taken)
+    def _take(self, stage: Stage) -> tuple[Stage, np.ndarray]:
+        """The slots of a decode batch, within the token budget; whoever waits longest comes first,
+        in whichever stage: where not all fit, none is passed over."""
+        slots = self._slots
+        recurrent, coda = self._at(RECURRENT), self._at(CODA)
+        if stage is Stage.CODA:
+            return stage, slots.oldest(coda, self._max_rows)
+        if stage is Stage.BOUNDARY:
+            slot_n = slots.oldest(coda | recurrent, self._max_rows)
+            if coda[slot_n].any():
+                return stage, slot_n
+            return Stage.RECURRENT, slot_n  # the rows that exit had to wait for older ones
+        if stage is Stage.RECURRENT and slots.whole[recurrent].all():
+            # Full-depth rows that are out of step meet at the start of a token.
+            recurrent &= slots.depth > 0
+        return stage, slots.oldest(recurrent, self._max_rows)
 
-    def _take_prompts(self) -> tuple[Row, ...]:
-        queue, budget = self._queues[RequestStage.PREFILL], self._config.max_num_batched_tokens
+    def _take_prompts(self) -> Rows:
+        slots, budget = self._slots, self._config.max_num_batched_tokens
         rows: list[Row] = []
+        queue = slots.oldest(self._at(PREFILL), self._max_rows).tolist()[::-1]
         while queue and budget > 0:
-            request = self._pop(queue)
+            slot = queue.pop()
+            request, position = slots.request[slot], int(slots.position[slot])
             size = min(self._config.prefill_chunk_size, budget)
             if self._kv.geometry.planes == 1:
                 size = min(size, SHARED_PREFILL_TOKENS)
-            end = min(request.position + size, len(request.prompt))
+            end = min(position + size, len(request.prompt))
             rows.append(
                 Row(
                     request.generation,
-                    request.slot,
-                    request.position,
+                    slot,
+                    position,
                     depth=self._limits.full_depth,
-                    tokens=request.prompt[request.position : end],
+                    tokens=request.prompt[position:end],
                     ends_prompt=end == len(request.prompt),
                 )
             )
-            budget -= end - request.position
-        return tuple(rows)
+            budget -= end - position
+        return Rows.of(rows)
 
-    def _decode_row(self, request: Request, stage: Stage) -> Row:
-        exit_depth, loop = 0, request.depth + 1
+    def _decode_rows(self, slot_n: np.ndarray, stage: Stage) -> Rows:
+        slots = self._slots
+        exits = slots.stage[slot_n] == CODA
+        sampled, none = slots.sampled[slot_n], np.zeros(len(slot_n), np.int32)
+        reads_gate = none > 0
         if stage is Stage.TOKENS:
-            exit_depth = loop = self._limits.full_depth
-        elif request.stage is RequestStage.CODA:
-            exit_depth = request.depth
-            loop = 1 if stage is Stage.BOUNDARY and not self._samples_last(request) else 0
-        return Row(
-            request.generation,
-            request.slot,
-            request.position,
-            depth=loop,
-            exit_depth=exit_depth,
-            output_index=request.sampled,
-            reads_gate=stage is not Stage.TOKENS
-            and loop > 0
-            and self._policy.reads_gate(request.bounds, loop),
-        )
-
-    def _progress(self, request: Request, stage: Stage, row: Row, num_tokens: int) -> None:
-        """What a scheduled row will have done, as far as no result is needed to know."""
-        if stage is Stage.PREFILL:
-            request.position += len(row.tokens)
-            if row.ends_prompt:
-                request.position -= 1  # the last prompt position gives the first output
-                request.depth = row.depth
-            self._enqueue(request, RequestStage.CODA if row.ends_prompt else RequestStage.PREFILL)
-            return
-        if row.exit_depth:
-            request.sampled += num_tokens
-            if request.sampled == request.params.max_tokens:
-                return  # ends when the token is there
-            request.position += num_tokens
-            request.depth, request.remaining = 0, FULL_REMAINING
-        if stage is Stage.RECURRENT or stage is Stage.BOUNDARY:
-            request.depth = row.depth
-            if row.reads_gate:
-                request.held = True
-                self._held += 1
-            else:
-                self._decide(request, None)
+            depth = exit_depth = none + self._limits.full_depth
         else:
-            self._enqueue(request, RequestStage.RECURRENT)
-
-    def _decide(self, request: Request, probability: np.float32 | None) -> None:
-        """Where a request goes after a loop."""
-        leaves, request.remaining = self._policy.decide(
-            request.bounds, request.sampled, request.depth, request.remaining, probability
+            exit_depth = np.where(exits, slots.exit_depth[slot_n], 0)
+            begins = (stage is Stage.BOUNDARY) & (sampled + 1 < slots.max_tokens[slot_n])
+            depth = np.where(exits, begins, slots.depth[slot_n] + 1)
+            # With no gate to read the first is behind the last.
+            reads_gate = (depth >= slots.first_gate[slot_n]) & (depth <= slots.last_gate[slot_n])
+        return Rows(
+            generation=slots.generation[slot_n],
+            slot=slot_n,
+            position=slots.position[slot_n],
+            depth=depth,
+            exit_depth=exit_depth,
+            output_index=sampled,
+            reads_gate=reads_gate,
+            ends_prompt=none > 0,
         )
-        self._enqueue(request, RequestStage.CODA if leaves else RequestStage.RECURRENT)
+
+    def _progress_prompts(self, rows: Rows) -> None:
+        slots = self._slots
+        for i, slot in enumerate(rows.slot.tolist()):
+            slots.position[slot] += len(rows.tokens[i])
+            if rows.ends_prompt[i]:
+                slots.position[slot] -= 1  # the last prompt position gives the first output
+                slots.depth[slot] = slots.exit_depth[slot] = rows.depth[i]
+        slots.enter(rows.slot, np.where(rows.ends_prompt, CODA, PREFILL))
+
+    def _progress(self, rows: Rows, stage: Stage, num_tokens: int) -> None:
+        """What scheduled rows will have done, as far as no result is needed to know."""
+        slots = self._slots
+        exits = rows.exit_depth > 0
+        if exits.any():
+            slot_n = rows.slot[exits]
+            slots.sampled[slot_n] += num_tokens
+            last = slots.sampled[slot_n] >= slots.max_tokens[slot_n]
+            slots.stage[slot_n[last]] = LAST
+            going_on = slot_n[~last]
+            slots.position[going_on] += num_tokens
+            slots.start_token(going_on)
+            if stage is Stage.CODA or stage is Stage.TOKENS:
+                slots.enter(going_on, RECURRENT)
+        if stage is Stage.RECURRENT or stage is Stage.BOUNDARY:
+            loops = rows.depth > 0
+            slot_n, depth = rows.slot[loops], rows.depth[loops]
+            slots.depth[slot_n] = depth
+            slots.unread[slot_n] |= rows.reads_gate[loops] << depth
+            self._route(slot_n)
+
+    def _route(self, slot_n: np.ndarray) -> None:
+        """Where requests go after their last scheduled loop, by what is known by now."""
+        slots = self._slots
+        depth = slots.depth[slot_n]
+        # Signals of the loops up to this one must be known.
+        awaited = slots.unread[slot_n] & ((2 << np.maximum(depth - self._ahead, 0)) - 1)
+        leaves = depth >= slots.exit_depth[slot_n]
+        known = np.where(leaves, CODA, RECURRENT)
+        slots.enter(slot_n, np.where(awaited > 0, HELD, known))
 
     def _slot_update(self, request: Request) -> SlotUpdate:
         return SlotUpdate(
@@ -377,6 +409,8 @@ class Scheduler:
             top_k=request.params.top_k,
             top_p=request.params.top_p,
             seed=request.params.seed,
+            min_loops=request.bounds.min_loops,
+            exit_threshold=request.bounds.threshold,
         )
 
     # -- applying results ------------------------------------------------------------------------
@@ -388,75 +422,100 @@ class Scheduler:
         """
         if output.sequence != batch.sequence:
             raise RuntimeError(f"results of batch {output.sequence} for batch {batch.sequence}")
-        grown = []
-        for row, result in zip(batch.rows, output.rows, strict=True):
-            request = self._by_generation.get(result.generation)
-            if request is None or not self._land(request, row):
-                continue
-            if result.tokens:
-                grown.append(request)
-                self._emit(request, row, result)
-            if row.reads_gate and not request.finished:
-                self._decide(request, result.exit_probability)
+        if not np.array_equal(output.rows.of.generation, batch.rows.generation):
+            raise RuntimeError(f"results of other requests for batch {batch.sequence}")
+        alive = self._land(batch)
+        grown = self._emit(batch.rows, output, alive) if output.rows.token is not None else []
+        if batch.reads_gate:
+            self._apply_signals(batch.rows, output)
         return grown
 
-    def _emit(self, request: Request, row: Row, result: RowResult) -> None:
-        """Applies sampled tokens, up to the one that ends the request."""
-        request.last_token = self._clock()
-        if request.first_token is None:
-            request.first_token = request.last_token
-        params = request.params
-        for token, logprob in zip(result.tokens, result.logprobs, strict=True):
-            request.tokens.append(token)
-            request.depths.append(row.exit_depth)
-            request.logprobs.append(logprob)
-            if token in params.stop_token_ids or (
-                not params.ignore_eos and token in self._limits.eos_token_ids
-            ):
-                return self._finish(request, "stop")
-            if len(request.tokens) == params.max_tokens:
-                return self._finish(request, "length")
+    def _land(self, batch: SchedulerOutput) -> np.ndarray:
+        """A batch came back; which of its rows' requests have not ended, [rows] bool."""
+        slots, slot_n = self._slots, batch.rows.slot
+        slots.in_flight[slot_n] -= 1
+        alive = slots.stage[slot_n] != ENDED
+        for slot in slot_n[~alive & (slots.in_flight[slot_n] == 0)].tolist():
+            self._release(slots.request[slot])
+        return alive
 
-    # -- moving requests -------------------------------------------------------------------------
+    def _emit(self, rows: Rows, output: RunnerOutput, alive: np.ndarray) -> list[Request]:
+        """Gives requests their sampled tokens, each up to the one that ends it."""
+        now, request = self._clock(), self._slots.request
+        sampled = np.flatnonzero(alive & (rows.exit_depth > 0))
+        grown, emitted, loops = [], 0, 0
+        for slot, depth, tokens, logprobs in zip(
+            rows.slot[sampled].tolist(),
+            rows.exit_depth[sampled].tolist(),
+            output.rows.token[sampled].tolist(),
+            output.rows.logprob[sampled].tolist(),
+            strict=True,
+        ):
+            one = request[slot]
+            grown.append(one)
+            one.last_token = now
+            if one.first_token is None:
+                one.first_token = now
+            for token, logprob in zip(tokens, logprobs):
+                one.tokens.append(token)
+                one.depths.append(depth)
+                one.logprobs.append(logprob)
+                emitted += 1
+                loops += depth
+                if token in one.stop_ids:
+                    self._finish(one, "stop")
+                    break
+                if len(one.tokens) == one.params.max_tokens:
+                    self._finish(one, "length")
+                    break
+        self._counts["tokens"] += emitted
+        self._counts["loops"] += loops
+        return grown
 
-    def _enqueue(self, request: Request, stage: RequestStage) -> None:
-        request.stage = stage
-        request.queued = True
-        request.turn = self._turn
-        self._turn += 1
-        self._queues[stage].append(request)
+    def _apply_signals(self, rows: Rows, output: RunnerOutput) -> None:
+        slots = self._slots
+        # Only of the token that the request is at.
+        current = rows.output_index + (rows.exit_depth > 0) == slots.sampled[rows.slot]
+        stage = slots.stage[rows.slot]
+        current &= rows.reads_gate & (stage >= RECURRENT) & (stage <= HELD)
+        slots.unread[rows.slot[current]] &= ~(1 << rows.depth[current])
+        # Not of a loop that was run in vain, or whose exit is decided.
+        decides = current & (rows.depth < slots.exit_depth[rows.slot])
+        slot_n, loop = rows.slot[decides], rows.depth[decides]
+        if output.rows.leaves is not None:
+            leaves = output.rows.leaves[decides]
+        else:
+            leaves, slots.remaining[slot_n] = self._policy.decide(
+                output.rows.exit_probability[decides],
+                slots.remaining[slot_n],
+                loop,
+                slots.min_loops[slot_n],
+                slots.threshold[slot_n],
+            )
+        slot_n = slot_n[leaves]
+        slots.exit_depth[slot_n] = loop[leaves] + self._policy.lag
+        in_vain = slots.depth[slot_n] - slots.exit_depth[slot_n]
+        self._counts["idle_row_loops"] += int(in_vain[in_vain > 0].sum())
+        slot_n = rows.slot[current]
+        held = slots.stage[slot_n] == HELD
+        has_left = slots.depth[slot_n] >= slots.exit_depth[slot_n]
+        self._route(slot_n[held | (has_left & (slots.stage[slot_n] == RECURRENT))])
 
-    def _pop(self, queue: deque[Request]) -> Request:
-        request = queue.popleft()
-        request.queued = False
-        return request
-
-    def _land(self, request: Request, row: Row) -> bool:
-        """One batch of the request came back; False when the request has ended meanwhile."""
-        request.in_flight -= 1
-        if row.reads_gate and request.held:
-            request.held = False
-            self._held -= 1
-        if request.finished and not request.in_flight:
-            self._release(request)
-        return not request.finished
+    # -- how requests end ------------------------------------------------------------------------
 
     def _finish(self, request: Request, reason: str) -> None:
         """Ends a request, whatever it waits for."""
-        if request.queued:
-            self._queues[request.stage].remove(request)
-            request.queued = False
-        elif request.stage is RequestStage.WAITING:
-            self._waiting.remove(request)
         request.finish_reason = reason
-        request.stage = RequestStage.FINISHED
         del self._by_id[request.id]
-        if not request.in_flight:
+        if request.slot is None:
+            self._waiting.remove(request)
+            del self._by_generation[request.generation]
+            return
+        self._slots.stage[request.slot] = ENDED
+        if not self._slots.in_flight[request.slot]:
             self._release(request)
 
     def _release(self, request: Request) -> None:
         del self._by_generation[request.generation]
-        if request.slot is not None:
-            self._kv.release(request.generation)
-            self._free_slots.append(request.slot)
-            request.slot = None
+        self._kv.release(request.generation)
+        self._slots.free(request.slot)

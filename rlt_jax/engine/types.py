@@ -1,7 +1,14 @@
-"""Plain data passed between the scheduler and the runner. Depths count from 1."""
+"""Plain data passed between the scheduler and the runner. Depths count from 1.
+
+Batches are columns, one entry per row: at a hundred rows an object for each would cost more than
+the device takes for a loop. Iterating gives the rows one by one, for whoever has the time.
+"""
 
 import dataclasses
 import enum
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 # In the SHARED layout a request advances at most this many prompt tokens per batch, one by one.
 SHARED_PREFILL_TOKENS = 16
@@ -30,8 +37,9 @@ class Row:
     exit_depth: the depth at which the token at `position` exits and the coda samples (0: no coda).
     depth: the loop to run, after the coda that of the next position (0: none); in a prefill the
     full depth.
-    output_index: which output token the coda samples. tokens, ends_prompt: prefill only.
-    reads_gate: the scheduler waits for the hazard of the loop.
+    output_index: which output token the coda samples; without one, which the loop works for.
+    reads_gate: the scheduler waits for the signal of the loop.
+    tokens, ends_prompt: prefill only.
     """
 
     generation: int
@@ -40,14 +48,57 @@ class Row:
     depth: int = 0
     exit_depth: int = 0
     output_index: int = 0
-    tokens: tuple[int, ...] = ()
-    ends_prompt: bool = False
     reads_gate: bool = False
+    ends_prompt: bool = False
+    tokens: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows(Sequence):
+    """The rows of a batch as columns of the same names and meanings, each [rows].
+
+    tokens: one tuple per row, or nothing at all where no row has any.
+    """
+
+    generation: np.ndarray
+    slot: np.ndarray
+    position: np.ndarray
+    depth: np.ndarray
+    exit_depth: np.ndarray
+    output_index: np.ndarray
+    reads_gate: np.ndarray
+    ends_prompt: np.ndarray
+    tokens: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> "Rows":
+        columns = {
+            field.name: np.array([getattr(row, field.name) for row in rows], field.type)
+            for field in dataclasses.fields(Row)
+            if field.name != "tokens"
+        }
+        return cls(**columns, tokens=tuple(row.tokens for row in rows))
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+    def __iter__(self) -> Iterator[Row]:
+        *numbers, tokens = (getattr(self, field.name) for field in dataclasses.fields(Row))
+        numbers = (column.tolist() for column in numbers)
+        yield from map(Row, *numbers, tokens or ((),) * len(self))
+
+    def __getitem__(self, i: int) -> Row:
+        columns = {
+            field.name: getattr(self, field.name)[i].item()
+            for field in dataclasses.fields(Row)
+            if field.name != "tokens"
+        }
+        return Row(**columns, tokens=self.tokens[i] if self.tokens else ())
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotUpdate:
-    """What the device must know of a slot: its block table and how it samples."""
+    """What the device must know of a slot: its block table, how it samples, when it exits."""
 
     slot: int
     block_table: tuple[int, ...]
@@ -55,32 +106,39 @@ class SlotUpdate:
     top_k: int
     top_p: float
     seed: int
+    min_loops: int = 1
+    exit_threshold: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerOutput:
     """One batch. `slot_updates` take effect before it, and belong to its rows.
 
-    num_tokens: tokens that every row of a TOKENS batch runs.
+    samples: a row that samples draws. num_tokens: tokens that every row of a TOKENS batch runs.
     """
 
     sequence: int
     stage: Stage
-    rows: tuple[Row, ...]
+    rows: Rows
     slot_updates: tuple[SlotUpdate, ...] = ()
     samples: bool = False
     num_tokens: int = 1
 
     @property
     def reads_gate(self) -> bool:
-        return any(row.reads_gate for row in self.rows)
+        return bool(self.rows.reads_gate.any())
+
+    @property
+    def has_coda(self) -> bool:
+        return bool(self.rows.exit_depth.any())
 
 
 @dataclasses.dataclass(frozen=True)
 class RowResult:
     """What came back for one row, tagged so that it can only touch the request it belongs to.
 
-    tokens, logprobs: what its coda sampled. exit_probability: the gate's hazard after its loop.
+    tokens, logprobs: what its coda sampled. After its loop, for rows that read the gate:
+    exit_probability, the gate's; leaves, the program's own decision, where it decides.
     """
 
     generation: int
@@ -89,6 +147,40 @@ class RowResult:
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     exit_probability: float | None = None
+    leaves: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowResults(Sequence):
+    """The results of a batch as columns; `of` says which rows they are of, and which have any.
+
+    token, logprob: [rows, tokens] or None. exit_probability, leaves: [rows] or None.
+    """
+
+    of: Rows
+    token: np.ndarray | None = None
+    logprob: np.ndarray | None = None
+    exit_probability: np.ndarray | None = None
+    leaves: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def __getitem__(self, i: int) -> RowResult:
+        row = self.of[i]
+        sampled = row.exit_depth and self.token is not None
+        read = row.reads_gate
+        return RowResult(
+            row.generation,
+            row.position,
+            row.depth,
+            tokens=tuple(self.token[i].tolist()) if sampled else (),
+            logprobs=tuple(self.logprob[i].tolist()) if sampled else (),
+            exit_probability=(
+                self.exit_probability[i] if read and self.exit_probability is not None else None
+            ),
+            leaves=bool(self.leaves[i]) if read and self.leaves is not None else None,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +189,7 @@ class RunnerOutput:
 
     sequence: int
     stage: Stage
-    rows: tuple[RowResult, ...]
+    rows: RowResults
 
 
 class BatchError(RuntimeError):

@@ -35,6 +35,7 @@ __all__ = [
     "abstract_params",
     "coda",
     "exit_probability",
+    "exit_score",
     "init_params",
     "prelude",
     "recurrent",
@@ -272,11 +273,14 @@ def recurrent(
 
 def exit_probability(params: OuroParams, hidden: jax.Array) -> jax.Array:
     """The gate, a hazard: sigmoid(w . h + b) in float32 for hidden [..., d]."""
-    weight = params.gate_weight.astype(jnp.float32)
-    logit = jnp.einsum(
-        "...d,d->...", hidden.astype(jnp.float32), weight, precision=lax.Precision.HIGHEST
-    )
-    return jax.nn.sigmoid(logit + params.gate_bias.astype(jnp.float32))
+    return exit_score(params.gate_weight, params.gate_bias, hidden)
+
+
+def exit_score(weight: jax.Array, bias: jax.Array, hidden: jax.Array) -> jax.Array:
+    """sigmoid(w . h + b) in float32 for hidden [..., d]."""
+    weight, hidden = weight.astype(jnp.float32), hidden.astype(jnp.float32)
+    logit = jnp.einsum("...d,d->...", hidden, weight, precision=lax.Precision.HIGHEST)
+    return jax.nn.sigmoid(logit + bias.astype(jnp.float32))
 
 
 def coda(policy: DTypePolicy, params: OuroParams, hidden: jax.Array) -> jax.Array:

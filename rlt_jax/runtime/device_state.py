@@ -36,6 +36,18 @@ class SlotSampling:
 
 
 @struct.dataclass
+class SlotExits:
+    """When each slot's tokens leave, where the program decides. min_loops_s: int32; threshold_s:
+    f32, 1 for never; remaining_s: f32, the probability that the token has not exited; left_s: bool,
+    it has."""
+
+    min_loops_s: jax.Array
+    threshold_s: jax.Array
+    remaining_s: jax.Array
+    left_s: jax.Array
+
+
+@struct.dataclass
 class DeviceState:
     """kv: the pool. hidden_sd: each slot's hidden state after its last stage. last_token_s: the
     last sampled token, the next prelude's input. tables_sp: block tables, mirrors of the
@@ -46,6 +58,7 @@ class DeviceState:
     last_token_s: jax.Array
     tables_sp: jax.Array
     sampling: SlotSampling
+    exits: SlotExits
 
 
 def abstract_state(config: OuroConfig, policy: DTypePolicy, shape: StateShape) -> DeviceState:
@@ -71,6 +84,12 @@ def abstract_state(config: OuroConfig, policy: DTypePolicy, shape: StateShape) -
             top_k_s=spec(slots, jnp.int32),
             top_p_s=spec(slots, jnp.float32),
             seed_s2=spec((*slots, 2), jnp.uint32),
+        ),
+        exits=SlotExits(
+            min_loops_s=spec(slots, jnp.int32),
+            threshold_s=spec(slots, jnp.float32),
+            remaining_s=spec(slots, jnp.float32),
+            left_s=spec(slots, jnp.bool_),
         ),
     )
 

@@ -20,6 +20,7 @@ from rlt_jax.models import ouro
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
 from rlt_jax.runtime import sampler
 from rlt_jax.runtime.device_state import DeviceState, StateShape
+from rlt_jax.runtime.exits import HOST_DECIDES, Exits, decide_exits, has_left
 from rlt_jax.runtime.step_input import (
     PackedLayout,
     prompt_layout,
@@ -62,6 +63,7 @@ class ProgramSpec:
     policy: DTypePolicy
     shape: StateShape
     kernels: Kernels = REFERENCE
+    exits: Exits = HOST_DECIDES
 
 
 def prompt_tiles(bucket: int, spec: ProgramSpec) -> int:
@@ -130,8 +132,12 @@ class _Programs:
             top_p_s=put(state.sampling.top_p_s, step["top_p"]),
             seed_s2=put(state.sampling.seed_s2, step["seed"]),
         )
+        exits = state.exits.replace(
+            min_loops_s=put(state.exits.min_loops_s, step["min_loops"]),
+            threshold_s=put(state.exits.threshold_s, step["exit_threshold"]),
+        )
         tables_sp = put(state.tables_sp, step["table"])
-        return state.replace(tables_sp=tables_sp, sampling=sampling), {}
+        return state.replace(tables_sp=tables_sp, sampling=sampling, exits=exits), {}
 
     # -- prompts ---------------------------------------------------------------------------------
 
@@ -181,9 +187,14 @@ class _Programs:
     # -- decoding --------------------------------------------------------------------------------
 
     def recurrent(self, state: DeviceState, params: OuroParams, step: Results):
-        """One loop of every row; the first loop of a token begins with the prelude."""
-        slot, depth = step["slot"], step["depth"]
+        """One loop of every row; the first loop of a token begins with the prelude.
+
+        Where the program decides, a row that has left does nothing in the loops still to come.
+        """
+        slot, depth, exits = step["slot"], step["depth"], self.spec.exits
         valid_r = (slot < self.spec.shape.num_slots) & (depth > 0)
+        if exits.decides:
+            valid_r &= ~has_left(state.exits, slot, depth)
         batch = RowBatch(self._tables(state, slot), step["position"], depth, valid_r)
         hidden_rd = jnp.where(
             (depth == 1)[:, None],
@@ -191,10 +202,14 @@ class _Programs:
             state.hidden_sd.at[slot].get(mode="clip"),
         )
         hidden_rd, kv = self._loop(params, hidden_rd, state.kv, batch)
-        slot = jnp.where(valid_r, slot, self.spec.shape.num_slots)
+        slot = self._slots(slot, valid_r)
         hidden_sd = state.hidden_sd.at[slot].set(hidden_rd, mode="drop")
-        results = {"exit_probability": ouro.exit_probability(params, hidden_rd)}
-        return state.replace(kv=kv, hidden_sd=hidden_sd), results
+        state = state.replace(kv=kv, hidden_sd=hidden_sd)
+        signal_r = exits.signal(params, hidden_rd)
+        if not exits.decides:
+            return state, {"exit_probability": signal_r}
+        slot_exits, leaves_r = decide_exits(state.exits, slot, depth, signal_r)
+        return state.replace(exits=slot_exits), {"leaves": leaves_r}
 
     def coda(self, state: DeviceState, params: OuroParams, step: Results, *, greedy: bool):
         """Rows that exit: finalizes their K/V and samples their next token."""

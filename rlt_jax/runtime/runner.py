@@ -11,7 +11,7 @@ from rlt_jax.engine.types import (
     BatchError,
     DeviceLostError,
     Row,
-    RowResult,
+    RowResults,
     RunnerOutput,
     SchedulerOutput,
     SlotUpdate,
@@ -69,7 +69,7 @@ class Runner:
             results: Results = {}
             for call in calls:
                 results = self.dispatch(call)
-            for name in _read_back(batch):
+            for name in self._read_back(batch):
                 results[name].copy_to_host_async()
         except Exception as error:
             raise DeviceLostError(f"{batch.stage.value} batch failed: {error}") from error
@@ -99,11 +99,11 @@ class Runner:
         batch = ticket.batch
         try:
             jax.block_until_ready(ticket.results)
-            host = jax.device_get({name: ticket.results[name] for name in _read_back(batch)})
+            host = jax.device_get({name: ticket.results[name] for name in self._read_back(batch)})
         except Exception as error:
             raise DeviceLostError(f"{batch.stage.value} batch failed: {error}") from error
-        rows = tuple(_row_result(row, i, host) for i, row in enumerate(batch.rows))
-        return RunnerOutput(batch.sequence, batch.stage, rows)
+        real = {name: column[: len(batch.rows)] for name, column in host.items()}
+        return RunnerOutput(batch.sequence, batch.stage, RowResults(batch.rows, **real))
 
     def reset(self) -> None:
         """Drops the device state, whatever became of it, and builds a new one."""
@@ -117,6 +117,12 @@ class Runner:
         spec = self._programs.spec
         abstract = abstract_state(spec.config, spec.policy, spec.shape)
         return init_state(abstract, jax.sharding.SingleDeviceSharding(self._programs.device))
+
+    def _read_back(self, batch: SchedulerOutput) -> list[str]:
+        """The results that the scheduler asks for; others only show that the batch is done."""
+        signal = "leaves" if self._programs.spec.exits.decides else "exit_probability"
+        names = [signal] if batch.reads_gate else []
+        return names + ["token", "logprob"] if batch.has_coda else names
 
     def prepare(self, batch: SchedulerOutput) -> list[Call]:
         """The calls that run a batch."""
@@ -133,7 +139,7 @@ class Runner:
             calls.append(self._prefill_call(batch))
             return calls
         names = ("slot", "position", "depth", "exit_depth", "output_index")
-        rows = {name: [getattr(row, name) for row in batch.rows] for name in names}
+        rows = {name: getattr(batch.rows, name) for name in names}
         kind = _kind_of(batch)
         count = len(batch.rows)
         calls.append(self._call(kind, fit(kind, count), count, rows))
@@ -180,6 +186,8 @@ class Runner:
             "top_k": [update.top_k for update in updates],
             "top_p": [update.top_p for update in updates],
             "seed": [(update.seed >> 32, update.seed & 0xFFFFFFFF) for update in updates],
+            "min_loops": [update.min_loops for update in updates],
+            "exit_threshold": [update.exit_threshold for update in updates],
         }
 
 
@@ -194,14 +202,6 @@ def _kind_of(batch: SchedulerOutput) -> Kind:
         Stage.TOKENS: (Kind.TOKEN_GREEDY, Kind.TOKEN_SAMPLE),
     }[batch.stage]
     return sample if batch.samples else greedy
-
-
-def _read_back(batch: SchedulerOutput) -> list[str]:
-    """The results that the scheduler asks for; the others only show that the batch is done."""
-    names = ["exit_probability"] if batch.reads_gate else []
-    if any(row.exit_depth for row in batch.rows):
-        names += ["token", "logprob"]
-    return names
 
 
 def _tiles(row: Row, tile_rows: int) -> list[dict]:
@@ -220,17 +220,3 @@ def _tiles(row: Row, tile_rows: int) -> list[dict]:
 
 def _columns(entries: list[dict]) -> dict[str, list]:
     return {name: [entry[name] for entry in entries] for name in entries[0]}
-
-
-def _row_result(row: Row, i: int, host: dict[str, np.ndarray]) -> RowResult:
-    tokens = logprobs = ()
-    if row.exit_depth:
-        tokens, logprobs = tuple(host["token"][i].tolist()), tuple(host["logprob"][i].tolist())
-    return RowResult(
-        generation=row.generation,
-        position=row.position,
-        depth=row.depth,
-        tokens=tokens,
-        logprobs=logprobs,
-        exit_probability=host["exit_probability"][i] if row.reads_gate else None,
-    )

@@ -72,7 +72,7 @@ def shared_prompt_layout(requests: int, tokens: int) -> PackedLayout:
 
 
 def slot_layout(rows: int, table_width: int) -> PackedLayout:
-    """Slots to set: block table and sampling parameters."""
+    """Slots to set: block table, sampling parameters, exit bounds."""
     return PackedLayout(
         (
             ("slot", (rows,), np.int32),
@@ -81,5 +81,7 @@ def slot_layout(rows: int, table_width: int) -> PackedLayout:
             ("top_k", (rows,), np.int32),
             ("top_p", (rows,), np.float32),
             ("seed", (rows, 2), np.uint32),
+            ("min_loops", (rows,), np.int32),
+            ("exit_threshold", (rows,), np.float32),
         )
     )

@@ -5,6 +5,7 @@ It keeps what a device would know of each request and refuses a batch that does 
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -15,7 +16,7 @@ from rlt_jax.engine.exit_policy import exit_policy
 from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
 from rlt_jax.engine.scheduler import Scheduler
-from rlt_jax.engine.types import Row, RowResult, RunnerOutput, SchedulerOutput, Stage
+from rlt_jax.engine.types import Row, RowResult, RowResults, RunnerOutput, SchedulerOutput, Stage
 
 FULL_DEPTH = 4
 TOKEN, HAZARD = 7, 0.5
@@ -36,20 +37,28 @@ class Progress:
     position: int = 0
     depth: int = 0
     sampled: int = 0
+    left: bool = False
 
 
 class FakeDevice:
     """A runner that keeps every batch it was given, and hands out results when they are collected.
 
     token(generation, output index) and hazard(generation, position, depth) are what it computes.
+    It decides exits itself where it is given `leaves`, (generation, position, depth) -> bool, and
+    then does nothing for a row that has left. ahead: loops that a request may run before a signal
+    of its own is read. alone: whether a batch may leave out rows whose signal is awaited.
     """
 
     def __init__(
         self,
         token: Callable[[int, int], int] = lambda *_: TOKEN,
         hazard: Callable[[int, int, int], float] = lambda *_: HAZARD,
+        leaves: Callable[[int, int, int], bool] | None = None,
+        ahead: int = 0,
+        alone: bool = False,
     ):
-        self._token, self._hazard = token, hazard
+        self._token, self._hazard, self._leaves = token, hazard, leaves
+        self._ahead, self._alone = ahead, alone
         self._progress: dict[int, Progress] = {}
         self.batches: list[SchedulerOutput] = []
         self.in_flight: list[SchedulerOutput] = []
@@ -59,13 +68,17 @@ class FakeDevice:
     def submit(self, batch):
         assert batch.rows
         assert len({row.generation for row in batch.rows}) == len(batch.rows)
-        awaits_gate = any(other.reads_gate for other in self.in_flight)
-        assert not awaits_gate or batch.stage is Stage.PREFILL
+        awaited = Counter(
+            row.generation for other in self.in_flight for row in other.rows if row.reads_gate
+        )
+        if batch.stage is not Stage.PREFILL:
+            assert all(awaited[row.generation] <= self._ahead for row in batch.rows)
+            assert self._alone or max(awaited.values(), default=0) <= self._ahead
         self.batches.append(batch)
         self.in_flight.append(batch)
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
-        rows = tuple(self._run(batch, row) for row in batch.rows)
-        return RunnerOutput(batch.sequence, batch.stage, rows)
+        results = [self._run(batch, row) for row in batch.rows]
+        return RunnerOutput(batch.sequence, batch.stage, as_columns(batch, results))
 
     def collect(self, output):
         assert self.in_flight.pop(0).sequence == output.sequence
@@ -85,7 +98,7 @@ class FakeDevice:
     def _run(self, batch: SchedulerOutput, row: Row) -> RowResult:
         at = self._progress.setdefault(row.generation, Progress())
         assert row.position == at.position
-        tokens, hazard = [], None
+        tokens, hazard, leaves = [], None, None
         if batch.stage is Stage.PREFILL:
             assert row.tokens and row.depth == FULL_DEPTH and not row.exit_depth
             at.position += len(row.tokens)
@@ -101,10 +114,12 @@ class FakeDevice:
             if row.exit_depth:
                 assert row.exit_depth == at.depth
                 tokens = [self._sample(row, at, 0)]
-            if row.depth:
+            if row.depth and not (at.left and row.depth > 1):
                 assert row.depth == at.depth + 1 <= FULL_DEPTH
                 at.depth = row.depth
                 hazard = np.float32(self._hazard(row.generation, at.position, at.depth))
+                if self._leaves is not None and row.reads_gate:
+                    leaves = at.left = self._leaves(row.generation, at.position, at.depth)
         return RowResult(
             row.generation,
             row.position,
@@ -112,14 +127,38 @@ class FakeDevice:
             tokens=tuple(tokens),
             logprobs=(-1.0,) * len(tokens),
             exit_probability=hazard if row.reads_gate else None,
+            leaves=leaves if row.reads_gate else None,
         )
 
     def _sample(self, row: Row, at: Progress, i: int) -> int:
         """The coda: one output token, after which the next position begins."""
         assert at.sampled == row.output_index + i
         token = self._token(row.generation, at.sampled)
-        at.position, at.depth, at.sampled = at.position + 1, 0, at.sampled + 1
+        at.position, at.depth, at.sampled, at.left = at.position + 1, 0, at.sampled + 1, False
         return token
+
+
+def as_columns(batch: SchedulerOutput, results: list[RowResult]) -> RowResults:
+    """What a runner makes of a batch, from results row by row."""
+
+    def column(name, filler, dtype):
+        return np.array([filler if (v := getattr(r, name)) is None else v for r in results], dtype)
+
+    def of_tokens(name, dtype):
+        filler = (0,) * batch.num_tokens
+        return np.array([getattr(result, name) or filler for result in results], dtype)
+
+    return RowResults(
+        batch.rows,
+        token=of_tokens("tokens", np.int32) if batch.has_coda else None,
+        logprob=of_tokens("logprobs", np.float32) if batch.has_coda else None,
+        exit_probability=column("exit_probability", 0, np.float32) if batch.reads_gate else None,
+        leaves=(
+            column("leaves", False, bool)
+            if any(result.leaves is not None for result in results)
+            else None
+        ),
+    )
 
 
 def fake_engine(
@@ -132,13 +171,14 @@ def fake_engine(
     exit_config: ExitConfig | None = None,
     max_in_flight: int = 2,
     tokens_per_dispatch: int = 1,
+    run_ahead: bool = False,
     **scheduling,
 ) -> tuple[EngineCore, FakeDevice]:
     limits = ModelLimits(97, FULL_DEPTH, max_positions=512, eos_token_ids=eos_token_ids)
     config = SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 32, **scheduling})
     policy = exit_policy(exit_config or ExitConfig())
     kv = KVAccounting(KVGeometry(num_pages, planes, block_size))
-    scheduler = Scheduler(config.resolve("cpu"), limits, policy, kv, tokens_per_dispatch)
+    scheduler = Scheduler(config.resolve("cpu"), limits, policy, kv, tokens_per_dispatch, run_ahead)
     device = device or FakeDevice()
     return EngineCore(scheduler, device, limits, policy, max_in_flight), device
 

@@ -4,20 +4,37 @@ import numpy as np
 import pytest
 
 from rlt_jax.config import ExitConfig
-from rlt_jax.engine.exit_policy import FULL_REMAINING, ExitBounds, OuroExit, exit_policy
+from rlt_jax.engine.exit_policy import (
+    ExitBounds,
+    OuroDelayedExit,
+    OuroExit,
+    RandomLookaheadExit,
+    exit_policy,
+)
+
+OURO = OuroExit()
 
 
-def exit_depth(bounds, hazards):
-    """Runs the ouro rule over a token's hazards; (exit depth, loops whose gate was read)."""
-    remaining, read = FULL_REMAINING, []
+def exit_depth(bounds, signals, policy=OURO):
+    """Runs a rule over a token's signals; (exit depth, loops whose signal was read)."""
+    remaining, read = np.ones(1, np.float32), []
+    leaves_at = bounds.max_loops
     for loop in range(1, bounds.max_loops + 1):
-        probability = None
-        if OuroExit().reads_gate(bounds, loop):
-            probability = np.float32(hazards[loop - 1])
-            read.append(loop)
-        leaves, remaining = OuroExit().decide(bounds, 1, loop, remaining, probability)
-        if leaves:
+        if loop == leaves_at:
             return loop, read
+        if loop in policy.gate_loops(bounds):
+            read.append(loop)
+            leaves, remaining = policy.decide(
+                np.array([signals[loop - 1]], np.float32),
+                remaining,
+                np.array([loop]),
+                np.array([bounds.min_loops]),
+                np.array([bounds.threshold], np.float32),
+            )
+            if leaves[0]:
+                leaves_at = min(leaves_at, loop + policy.lag)
+                if leaves_at == loop:
+                    return loop, read
     raise AssertionError("a token must leave at max_loops")
 
 
@@ -49,25 +66,57 @@ def test_the_gate_is_not_read_where_it_decides_nothing():
     assert exit_depth(ExitBounds(1, 3, 0.99), (0.0, 0.0, 0.0))[1] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("hazards", "minimum", "maximum", "threshold", "depth", "read"),
+    [
+        ((0.3, 0.3), 2, 4, 0.5, 3, [1, 2]),  # ouro leaves at 2
+        ((0.9, 0.0), 1, 4, 0.5, 2, [1]),
+        ((0.3, 0.3), 2, 3, 0.5, 3, [1]),  # max_loops wins: the second signal cannot matter
+        ((0.1, 0.1), 2, 4, 0.9, 4, [1, 2]),
+        ((0.9, 0.9), 1, 2, 0.1, 2, []),
+        ((0.9, 0.9), 1, 4, 1.0, 4, []),
+        ((0.9, 0.0, 0.0), 3, 5, 0.5, 4, [1, 2, 3]),
+    ],
+)
+def test_delayed_exits_one_loop_later(hazards, minimum, maximum, threshold, depth, read):
+    bounds = ExitBounds(minimum, maximum, threshold)
+    assert exit_depth(bounds, hazards, OuroDelayedExit()) == (depth, read)
+
+
+@pytest.mark.parametrize(
+    ("scores", "minimum", "maximum", "threshold", "depth", "read"),
+    [
+        ((0.6, 0.0, 0.0), 1, 4, 0.5, 2, [1]),
+        ((0.4, 0.5, 0.0), 1, 4, 0.5, 3, [1, 2]),  # no sum: a score counts alone
+        ((0.9, 0.9, 0.9), 3, 4, 0.5, 3, [2]),  # loop 1 could only end the token before min_loops
+        ((0.0, 0.0, 0.9), 1, 4, 0.5, 4, [1, 2]),
+        ((0.9,), 1, 1, 0.5, 1, []),  # a hard maximum of 1 is honoured
+        ((0.9, 0.9), 1, 4, 1.0, 4, []),
+    ],
+)
+def test_lookahead_leaves_after_one_more_loop(scores, minimum, maximum, threshold, depth, read):
+    bounds = ExitBounds(minimum, maximum, threshold)
+    assert exit_depth(bounds, scores, RandomLookaheadExit()) == (depth, read)
+
+
 def test_products_are_float32_step_by_step():
     hazards = np.random.default_rng(0).random(3).astype(np.float32)
-    remaining = FULL_REMAINING
+    remaining = np.ones(1, np.float32)
     for loop in (1, 2, 3):
+        probability, threshold = hazards[loop - 1 : loop], np.array([0.5], np.float32)
         _, remaining = OuroExit().decide(
-            ExitBounds(4, 4 + 1, 0.5), 1, loop, remaining, hazards[loop - 1]
+            probability, remaining, np.array([loop]), np.array([4]), threshold
         )
     assert remaining.dtype == np.float32
     one = np.float32(1)
-    assert remaining == (one - hazards[0]) * (one - hazards[1]) * (one - hazards[2])
+    assert remaining[0] == (one - hazards[0]) * (one - hazards[1]) * (one - hazards[2])
 
 
 def test_trace_replays_depths_and_never_reads_the_gate():
     policy = exit_policy(ExitConfig(mode="trace", depths_by_request={"a": (4, 2, 3)}))
-    bounds = policy.bind("a", None, ExitBounds(1, 4, 1.0), 3, 4)
-    assert not any(policy.reads_gate(bounds, loop) for loop in range(1, 5))
-    for index, depth in ((1, 2), (2, 3)):
-        leaves = [policy.decide(bounds, index, loop, FULL_REMAINING, None)[0] for loop in (1, 2, 3)]
-        assert leaves == [loop >= depth for loop in (1, 2, 3)]
+    bounds = policy.bind("a", None, ExitBounds(1, 4, 0.5), 3, 4)
+    assert not policy.gate_loops(bounds)
+    assert bounds.depths == (4, 2, 3)
 
 
 @pytest.mark.parametrize(

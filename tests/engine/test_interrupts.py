@@ -9,6 +9,7 @@ import pytest
 from rlt_jax.engine.core import EngineCore
 from rlt_jax.engine.kv_accounting import KVAccounting
 from rlt_jax.engine.scheduler import Scheduler
+from rlt_jax.engine.slots import Slots
 from rlt_jax.engine.types import DeviceLostError
 from rlt_jax.sampling_params import SamplingParams
 from tests.engine.fake_device import FakeDevice, assert_empty, fake_engine, run
@@ -24,28 +25,33 @@ STEP_FUNCTIONS = [
     Scheduler._enough_exits,
     Scheduler._choose_coda,
     Scheduler._choose_loop,
-    Scheduler._only_whole_tokens,
-    Scheduler._samples_last,
+    Scheduler._at,
     Scheduler._admit,
     Scheduler._take,
     Scheduler._take_prompts,
-    Scheduler._decode_row,
+    Scheduler._decode_rows,
     Scheduler._progress,
-    Scheduler._decide,
+    Scheduler._progress_prompts,
+    Scheduler._route,
     Scheduler._slot_update,
     Scheduler.update,
     Scheduler._emit,
-    Scheduler._enqueue,
-    Scheduler._pop,
+    Scheduler._apply_signals,
     Scheduler._land,
     Scheduler._finish,
     Scheduler._release,
+    Slots.fill,
+    Slots.free,
+    Slots.enter,
+    Slots.oldest,
+    Slots.start_token,
     KVAccounting.allocate,
     KVAccounting.release,
 ]
 STEP_CODE = {function.__code__ for function in STEP_FUNCTIONS}
 CLEAN_UP = {"abort", "fail", "fail_running", "discard", "_start_empty"}
-QUESTIONS = {"__init__", "kv", "has_unfinished_requests", "block_tables", "stats", "add", "find"}
+QUESTIONS = {"__init__", "kv", "has_unfinished_requests", "block_tables", "stats", "totals"}
+QUESTIONS |= {"add", "find", "stage_of"}
 
 interrupted_lines = set()  # (function, line) of all runs below
 
@@ -63,6 +69,7 @@ def test_the_functions_of_the_scheduler_are_all_known():
         {"mode": "refill", "max_in_flight": 1, "max_num_batched_tokens": 1},
         {"mode": "refill", "max_in_flight": 2, "tokens_per_dispatch": 4},
         {"mode": "no_refill", "max_in_flight": 2, "planes": 1},
+        {"mode": "refill", "max_in_flight": 2, "run_ahead": True},
     ],
     ids=str,
 )
@@ -75,7 +82,11 @@ def test_an_interrupt_at_any_line_of_the_scheduler_leaves_a_working_engine(optio
         "short": ([4, 5], SamplingParams(max_tokens=1)),
     }
     for interrupted_at in itertools.count():
-        device = FakeDevice(token=lambda generation, index: 11 if index == 2 else 7)
+        decides = {"leaves": lambda _, __, depth: depth >= 2, "ahead": 1}
+        device = FakeDevice(
+            token=lambda generation, index: 11 if index == 2 else 7,
+            **(decides if "run_ahead" in options else {}),
+        )
         core, device = fake_engine(
             device,
             prefill_chunk_size=4,
@@ -124,9 +135,14 @@ def test_the_interrupts_above_came_at_every_line():
             if line is None or line == first or (function.__code__, line) in interrupted_lines:
                 continue
             missed.setdefault(function.__name__, []).append(source[line - first].strip())
-    assert missed.keys() <= {"update", "_finish"}
+    assert missed.keys() <= {"update", "_finish"}, missed
     assert all(line.startswith("raise") for line in missed["update"])
-    assert set(missed["_finish"]) == {"self._waiting.remove(request)"}  # only abort() comes there
+    only_by_abort = {
+        "self._waiting.remove(request)",
+        "del self._by_generation[request.generation]",
+        "return",
+    }
+    assert set(missed["_finish"]) == only_by_abort
 
 
 def test_a_reset_that_fails_is_tried_again_and_no_output_is_lost():

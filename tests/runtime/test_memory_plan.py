@@ -248,8 +248,9 @@ def test_device_plan_is_budget_less_weights_temporaries_slots_and_reserve(
     assert planned.source == "device_memory"
     assert abs(planned.budget_bytes - budget) <= 1
     assert planned.reserve_bytes == 1_000_000_000
-    # Hidden state, last token, block table of 4,096 pages, temperature, top_k, top_p, seed.
-    slots = 128 * (2048 * 2 + 4 + 4096 * 4 + 4 + 4 + 4 + 8)
+    # Hidden state, last token, block table of 4,096 pages; temperature, top_k, top_p, seed;
+    # min_loops, threshold, remaining, whether it has left.
+    slots = 128 * (2048 * 2 + 4 + 4096 * 4 + (4 + 4 + 4 + 8) + (4 + 4 + 4 + 1))
     assert planned.temporary_bytes == 700_000_000 + slots
     free = planned.budget_bytes - 2_869_305_346 - 700_000_000 - slots - 1_000_000_000
     assert planned.num_pages == free // BLOCK // 4

@@ -79,7 +79,7 @@ def test_sizes_by_hand():
     assert row_layout(8).size == 5 * 8
     assert prompt_layout(100, 7).size == 4 * 7 + 100
     assert shared_prompt_layout(4, 16).size == 4 * 4 + 4 * 16
-    assert slot_layout(8, 100).size == 8 * (1 + 100 + 1 + 1 + 1 + 2)
+    assert slot_layout(8, 100).size == 8 * (1 + 100 + 1 + 1 + 1 + 2 + 1 + 1)
 
 
 def test_values_in_any_memory_order_keep_their_places():
