@@ -114,7 +114,8 @@ def assemble(
 def program_exits(exits: ExitConfig, execution: ExecutionConfig) -> Exits:
     """What the programs must know of exits."""
     seed = exits.seed if exits.mode == "random_lookahead" else None
-    return Exits(decides=execution.exit_decision == "device", lookahead_seed=seed)
+    decides = execution.exit_decision == "device"
+    return Exits(decides, lookahead_seed=seed, weighted=exits.mode == "weighted")
 
 
 def choose_kernels(

@@ -22,7 +22,7 @@ from rlt_jax.validation import (
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = ("last_exited", "shared")
 SCHEDULER_MODES = ("refill", "no_refill")
-EXIT_MODES = ("ouro", "ouro_delayed", "random_lookahead", "trace")
+EXIT_MODES = ("ouro", "ouro_delayed", "random_lookahead", "trace", "weighted")
 EXIT_DECISIONS = ("host", "device")
 KERNELS = ("auto", "mosaic", "triton", "reference")
 
@@ -117,7 +117,8 @@ class ExitConfig:
     reaches its threshold. "ouro_delayed" leaves one loop later. "random_lookahead" takes the score
     of a random head, drawn from `seed`, for leaving after one more loop. "trace" replays
     `depths_by_request`: for each request id the prompt's full depth, then one depth per further
-    output token.
+    output token. "weighted" runs every token to full depth and gives the logits that the exit
+    distribution of "ouro" has in the mean.
     """
 
     mode: str = option("ouro", "exit policy", choices=EXIT_MODES)

@@ -5,27 +5,30 @@ import functools
 
 import pytest
 
+from rlt_jax.config import ExitConfig
 from rlt_jax.outputs import RequestOutput
 from tests.support import Work, small_checkpoint
 
 TIE = 1e-5
+OURO = ExitConfig()
 
 
 @functools.cache
-def torch_oracle(layout: str):
+def torch_oracle(layout: str, exits: ExitConfig = OURO):
     """The token-by-token oracle on the small model."""
     torch = pytest.importorskip("torch")
     from tests.reference.ouro_torch import IncrementalOracle, TorchOuro
 
     torch.set_num_threads(1)
-    return IncrementalOracle(TorchOuro(*small_checkpoint()), layout)
+    model = TorchOuro(*small_checkpoint())
+    return IncrementalOracle(model, layout, exit_mode=exits.mode, seed=exits.seed)
 
 
 @functools.cache
-def expected(work: Work, layout: str, eos: tuple[int, ...]):
+def expected(work: Work, layout: str, eos: tuple[int, ...], exits: ExitConfig = OURO):
     """The oracle's output for a request."""
     params = work.params
-    return torch_oracle(layout).generate(
+    return torch_oracle(layout, exits).generate(
         work.prompt,
         max_tokens=params.max_tokens,
         min_loops=params.min_loops,
@@ -44,9 +47,16 @@ class Comparison:
     ties: int = 0
     depths: set[int] = dataclasses.field(default_factory=set)
 
-    def compare(self, work: Work, output: RequestOutput, layout: str, eos: tuple[int, ...] = ()):
+    def compare(
+        self,
+        work: Work,
+        output: RequestOutput,
+        layout: str,
+        eos: tuple[int, ...] = (),
+        exits: ExitConfig = OURO,
+    ):
         """Asserts that an engine's output is the oracle's, token by token and depth by depth."""
-        oracle = expected(dataclasses.replace(work, arrival=0, cancel=None), layout, eos)
+        oracle = expected(dataclasses.replace(work, arrival=0, cancel=None), layout, eos, exits)
         pairs = zip(output.token_ids, output.exit_depths, strict=True)
         for i, (token, depth) in enumerate(pairs):
             gap, margin = oracle.logit_gaps[i], oracle.exit_margins[i]

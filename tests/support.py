@@ -114,6 +114,20 @@ class Watched:
     results: list[RunnerOutput] = dataclasses.field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
+    events: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+
+    def signals(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """Of each output token, (generation, index): when the batches that read its gate were
+        submitted and collected, counted in events."""
+        spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        at = {event: i for i, event in enumerate(self.events)}
+        for batch in self.batches:
+            span = (at["submit", batch.sequence], at["collect", batch.sequence])
+            for row in batch.rows:
+                if row.reads_gate:
+                    token = row.generation, row.output_index + (row.exit_depth > 0)
+                    spans.setdefault(token, []).append(span)
+        return spans
 
 
 def watch(engine: Assembly) -> Watched:
@@ -123,6 +137,7 @@ def watch(engine: Assembly) -> Watched:
 
     def watched_submit(batch):
         watched.batches.append(batch)
+        watched.events.append(("submit", batch.sequence))
         ticket = submit(batch)
         watched.in_flight += 1
         watched.most_in_flight = max(watched.most_in_flight, watched.in_flight)
@@ -131,6 +146,7 @@ def watch(engine: Assembly) -> Watched:
     def watched_collect(ticket):
         watched.in_flight -= 1
         watched.results.append(collect(ticket))
+        watched.events.append(("collect", watched.results[-1].sequence))
         return watched.results[-1]
 
     def watched_reset():

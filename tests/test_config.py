@@ -44,7 +44,10 @@ FIELDS = {
     (SchedulerConfig, "prefill_chunk_size"): OPTIONAL_POSITIVE,
     (SchedulerConfig, "max_prefill_batches_before_decode"): POSITIVE,
     (SchedulerConfig, "min_coda_batch_size"): POSITIVE,
-    (ExitConfig, "mode"): (ADAPTIVE_MODES, *choice(*ADAPTIVE_MODES, "trace")[1:]),
+    (ExitConfig, "mode"): (
+        [*ADAPTIVE_MODES, "weighted"],
+        *choice(*ADAPTIVE_MODES, "trace", "weighted")[1:],
+    ),
     (ExitConfig, "seed"): ([0, 2**63 - 1], [-1, 2**63, 1.5, True, None], "must be an integer >= 0"),
     (ExecutionConfig, "async_scheduling"): (
         [True, False],
@@ -249,7 +252,7 @@ def test_execution_defaults_depend_on_the_platform(platform, rows, prompt_tokens
     assert resolved.kernels == "auto"
 
 
-@pytest.mark.parametrize("mode", ["ouro_delayed", "random_lookahead"])
+@pytest.mark.parametrize("mode", ["ouro_delayed", "random_lookahead", "weighted"])
 def test_a_device_decides_by_the_ouro_rule_alone(mode):
     with pytest.raises(ValueError, match=r"ExecutionConfig.exit_decision = 'device': .*host"):
         ExecutionConfig(exit_decision="device").check_with(ExitConfig(mode=mode))

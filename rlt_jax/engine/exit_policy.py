@@ -147,6 +147,20 @@ class TraceExit:
         return np.zeros(len(loop_n), bool), remaining_n
 
 
+@dataclasses.dataclass(frozen=True)
+class WeightedExit(_Adaptive):
+    """Full depth; the programs weigh the loops' hidden states by the exit distribution."""
+
+    def bind(self, request_id, trace_id, bounds, max_tokens, full_depth):
+        rule = 'must be {} with ExitConfig.mode = "weighted"'
+        if bounds.max_loops != full_depth:
+            shown = rule.format(f"{full_depth}, the full depth,")
+            fail("SamplingParams.max_loops", bounds.max_loops, shown)
+        if bounds.threshold != 1:
+            fail("SamplingParams.exit_threshold", bounds.threshold, rule.format(1))
+        return super().bind(request_id, trace_id, bounds, max_tokens, full_depth)
+
+
 def exit_policy(config: ExitConfig) -> ExitPolicy:
     if config.mode == "trace":
         return TraceExit(config.depths_by_request)
@@ -154,4 +168,5 @@ def exit_policy(config: ExitConfig) -> ExitPolicy:
         "ouro": OuroExit,
         "ouro_delayed": OuroDelayedExit,
         "random_lookahead": RandomLookaheadExit,
+        "weighted": WeightedExit,
     }[config.mode]()

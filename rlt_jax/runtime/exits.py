@@ -15,10 +15,12 @@ from rlt_jax.runtime.device_state import SlotExits
 @dataclasses.dataclass(frozen=True)
 class Exits:
     """Static in every program. decides: whether a row leaves (the "ouro" rule) is decided on the
-    device. lookahead_seed: the signal is the score of a random head and not the model's gate."""
+    device. lookahead_seed: the signal is the score of a random head and not the model's gate.
+    weighted: the coda reads the mean of the loops' hidden states over the exit distribution."""
 
     decides: bool = False
     lookahead_seed: int | None = None
+    weighted: bool = False
 
     def signal(self, params: OuroParams, hidden_rd: jax.Array) -> jax.Array:
         """Each row's signal after a loop, float32 [r]."""

@@ -286,12 +286,26 @@ class _Programs:
         return ouro.recurrent(spec.config, spec.policy, spec.kernels, params, hidden_td, kv, batch)
 
     def _all_loops(self, params, hidden_td, kv: PagedKV, batch: RowBatch | TileBatch):
-        """Every loop of the model, one after the other."""
+        """Every loop of the model, one after the other: (what the coda reads [t, d], K/V)."""
+        depths = self.spec.config.total_ut_steps
 
         def run(depth, carry):
             return self._loop(params, *carry, batch.at_depth(depth))
 
-        return lax.fori_loop(1, self.spec.config.total_ut_steps + 1, run, (hidden_td, kv))
+        def run_and_weigh(depth, carry):
+            hidden_td, kv, mean_td, remaining_t = carry
+            hidden_td, kv = self._loop(params, hidden_td, kv, batch.at_depth(depth))
+            hazard_t = self.spec.exits.signal(params, hidden_td)
+            share_t = remaining_t * jnp.where(depth == depths, 1.0, hazard_t)
+            mean_td += share_t[:, None] * hidden_td.astype(jnp.float32)
+            return hidden_td, kv, mean_td, remaining_t * (1.0 - hazard_t)
+
+        if not self.spec.exits.weighted:
+            return lax.fori_loop(1, depths + 1, run, (hidden_td, kv))
+        nothing_td = jnp.zeros(hidden_td.shape, jnp.float32)
+        start = (hidden_td, kv, nothing_td, jnp.ones(hidden_td.shape[:1], jnp.float32))
+        _, kv, mean_td, _ = lax.fori_loop(1, depths + 1, run_and_weigh, start)
+        return mean_td.astype(hidden_td.dtype), kv
 
     def _choose(self, state: DeviceState, slot, logits_rv, output_index, greedy: bool):
         if greedy:

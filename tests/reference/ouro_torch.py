@@ -241,14 +241,28 @@ class OracleOutput:
 
 
 class IncrementalOracle:
-    """Greedy decoding, one token and one loop at a time, with explicit K/V histories."""
+    """Greedy decoding, one token and one loop at a time, with explicit K/V histories.
+
+    exit_mode: "ouro"; "ouro_delayed": the same trigger, one more loop; "random_lookahead": the
+    score of a random head, drawn from `seed`, decides about leaving after the next loop;
+    "weighted": full depth, the head reads the mean over the exit distribution.
+    """
 
     def __init__(
-        self, model: TorchOuro, layout: str = "last_exited", total_ut_steps: int | None = None
+        self,
+        model: TorchOuro,
+        layout: str = "last_exited",
+        total_ut_steps: int | None = None,
+        exit_mode: str = "ouro",
+        seed: int = 0,
     ):
         self.model = model
         self.layout = layout
         self.depth = model.depth if total_ut_steps is None else total_ut_steps
+        self.exit_mode = exit_mode
+        width = model.embed([0]).shape[-1]
+        normal = np.random.Generator(np.random.Philox(seed)).standard_normal(width, np.float32)
+        self.random_head = torch.from_numpy(normal * np.float32(width**-0.5))
 
     def generate(
         self,
@@ -323,26 +337,57 @@ class IncrementalOracle:
             order = [(position, depth) for position in positions for depth in depths]
         else:
             order = [(position, depth) for depth in depths for position in positions]
+        of_last = []
         for position, depth in order:
             hidden[position] = self._loop(history, hidden[position], position, depth)
-        return hidden[-1]
+            if position == positions[-1]:
+                of_last.append(hidden[position])
+        return self._mean(of_last) if self.exit_mode == "weighted" else hidden[-1]
 
     def _decode(
         self, history: History, token: int, position: int, replay: int | None, rule: dict
     ) -> tuple[torch.Tensor, int, float]:
         """Run one token until it exits: (hidden [1, d], exit depth, least margin)."""
         hidden, remaining, least, depth, exits = self.model.embed([token]), 1.0, math.inf, 0, False
+        every, triggered = [], False
         while not exits:
             depth += 1
             hidden = self._loop(history, hidden, position, depth)
-            if replay is not None:
-                exits = depth == replay
+            every.append(hidden)
+            if replay is not None or self.exit_mode == "weighted":
+                exits = depth == (self.depth if replay is None else replay)
                 continue
-            hazard = torch.sigmoid(self.model.gate(hidden).float()).item()
-            remaining, exits, margin = exit_step(remaining, hazard, depth, **rule)
-            least = min(least, margin)
+            if self.exit_mode == "random_lookahead":
+                exits = triggered or depth >= rule["max_loops"]
+                triggered, margin = self._looks_ahead(hidden, depth, **rule)
+            else:
+                hazard = torch.sigmoid(self.model.gate(hidden).float()).item()
+                remaining, now, margin = exit_step(remaining, hazard, depth, **rule)
+                exits = now
+                if self.exit_mode == "ouro_delayed":
+                    exits, triggered = triggered or depth >= rule["max_loops"], now
+            if not (exits and triggered):  # a decision that comes too late is none
+                least = min(least, margin)
         history.finalize(position, depth)
-        return hidden, depth, least
+        return self._mean(every) if self.exit_mode == "weighted" else hidden, depth, least
+
+    def _looks_ahead(self, hidden, depth, *, min_loops, max_loops, threshold):
+        """(leaves after the next loop?, margin)."""
+        if threshold == 1 or depth + 1 < max(2, min_loops):
+            return False, math.inf
+        score = torch.sigmoid(hidden[0].float() @ self.random_head).item()
+        excess = np.float32(score) - np.float32(threshold)
+        return bool(excess >= 0), abs(float(excess))
+
+    def _mean(self, hidden: list[torch.Tensor]) -> torch.Tensor:
+        """The mean of a token's hidden states after each loop over its exit distribution; the last
+        loop takes what is left."""
+        hazards = [torch.sigmoid(self.model.gate(h).float()).item() for h in hidden[:-1]] + [1.0]
+        remaining, total = 1.0, torch.zeros_like(hidden[0])
+        for h, hazard in zip(hidden, hazards, strict=True):
+            total = total + remaining * hazard * h
+            remaining *= 1 - hazard
+        return total
 
     def _loop(self, history: History, hidden: torch.Tensor, position: int, depth: int):
         """Loop number `depth` of one position; its own K/V are written before they are read."""
