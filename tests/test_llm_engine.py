@@ -6,7 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from rlt_jax import LLM, CacheConfig, ExecutionConfig, LLMEngine, SamplingParams, SchedulerConfig
+from rlt_jax import (
+    LLM,
+    CacheConfig,
+    ExecutionConfig,
+    LLMEngine,
+    SamplingParams,
+    SchedulerConfig,
+)
 
 OPTIONS = {
     "cache_config": CacheConfig(num_blocks=64, block_size=8),
@@ -193,3 +200,33 @@ def test_each_engine_can_name_its_own_compilation_cache(checkpoint, tmp_path):
         from jax.experimental.compilation_cache import compilation_cache
 
         compilation_cache.reset_cache()
+
+
+def test_stats_tell_what_is_there_and_what_was_done(checkpoint):
+    engine = LLMEngine(
+        checkpoint,
+        execution_config=ExecutionConfig(
+            async_scheduling=True, exit_decision="device", min_row_bucket=4
+        ),
+    )
+    fresh = engine.stats()
+    assert fresh["mean_depth"] is None and fresh["batch_occupancy"] is None
+    zero = ("running", "waiting", "in_flight", "output_tokens", "idle_row_loops", "late_compiles")
+    assert {fresh[name] for name in zero} == {0}
+    for name, threshold in (("a", 0.5), ("b", 0.6), ("c", 1.0)):
+        params = SamplingParams(max_tokens=9, min_loops=1, exit_threshold=threshold)
+        engine.add_request(name, [1, 2, 3], params)
+    outputs, most = {}, 0
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+        most = max(most, engine.stats()["in_flight"])
+        assert engine.stats()["running"] <= 3
+    stats = engine.stats()
+    depths = [depth for output in outputs.values() for depth in output.exit_depths]
+    assert stats["output_tokens"] == len(depths) == 27
+    assert stats["mean_depth"] == sum(depths) / 27 < 4
+    assert 0.25 <= stats["batch_occupancy"] < 1
+    assert stats["idle_row_loops"] > 0
+    assert most == 1  # one is collected in each step
+    assert (stats["running"], stats["in_flight"]) == (0, 0)
+    assert stats["executables"] >= 3

@@ -103,6 +103,11 @@ class EngineCore:
             self._tell([request])
         return request is not None
 
+    @property
+    def in_flight(self) -> int:
+        """Batches submitted and not collected."""
+        return len(self._in_flight)
+
     def has_unfinished_requests(self) -> bool:
         """Whether step() has anything to do: a batch in flight still holds blocks."""
         return bool(self._untold or self._in_flight) or self.scheduler.has_unfinished_requests()

@@ -33,10 +33,11 @@ class Ticket:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A program and its packed input."""
+    """A program and its packed input. bucket: what its rows were padded to."""
 
     executable: jax.stages.Compiled
     packed: np.ndarray
+    bucket: int
 
 
 class Runner:
@@ -49,6 +50,13 @@ class Runner:
         self._params = params
         self._programs = programs
         self._state = self._fresh_state()
+        self._decode_rows = self._decode_bucket_rows = 0
+
+    @property
+    def occupancy(self) -> float | None:
+        """Real rows of all decode batches so far over the rows they were padded to; None before
+        the first."""
+        return self._decode_rows / self._decode_bucket_rows if self._decode_bucket_rows else None
 
     @property
     def state(self) -> DeviceState:
@@ -73,6 +81,9 @@ class Runner:
                 results[name].copy_to_host_async()
         except Exception as error:
             raise DeviceLostError(f"{batch.stage.value} batch failed: {error}") from error
+        if batch.stage is not Stage.PREFILL:
+            self._decode_rows += len(batch.rows)
+            self._decode_bucket_rows += calls[-1].bucket
         return Ticket(batch, results)
 
     def dispatch(self, call: Call) -> Results:
@@ -172,7 +183,7 @@ class Runner:
             padded[name] = np.full(field_shape, filler, dtype)
             if count:
                 padded[name][: len(values[name])] = values[name]
-        return Call(self._programs.get(kind, bucket), layout.pack(padded))
+        return Call(self._programs.get(kind, bucket), layout.pack(padded), bucket)
 
     def _slot_values(self, updates: Sequence[SlotUpdate]) -> dict[str, Sequence]:
         width = self._programs.spec.shape.table_width
