@@ -1,12 +1,16 @@
 """LLMEngine: the one interface behind the Python API and the command line."""
 
 import contextlib
+import dataclasses
 import logging
 import os
+import platform
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -14,10 +18,12 @@ from rlt_jax.assembly import Assembly, assemble
 from rlt_jax.checkpoints_convert.checkpoint import open_checkpoint, resolve_folder
 from rlt_jax.checkpoints_convert.load import load_params
 from rlt_jax.config import DTYPES, CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
+from rlt_jax.engine.types import SchedulerOutput, Stage
 from rlt_jax.models.ouro import DTypePolicy
 from rlt_jax.outputs import RequestOutput
 from rlt_jax.profiling import Profiler
 from rlt_jax.run_trace import TraceRecorder
+from rlt_jax.runtime.programs import Kind
 from rlt_jax.sampling_params import SamplingParams
 from rlt_jax.tokenizer import IncrementalDecoder, Tokenizer
 from rlt_jax.validation import check_choice, fail
@@ -152,6 +158,69 @@ class LLMEngine:
                 "executables": len(parts.programs.compiled),
                 "late_compiles": parts.programs.late_compiles,
             }
+
+    def start_trace(self, path: str | os.PathLike) -> None:
+        """From now on every batch becomes a line of JSON in `path` (docs/tracing.md), until
+        stop_trace() or shutdown()."""
+        self._start("trace", lambda: TraceRecorder(path, self._describe(), self._bucket_of))
+
+    def stop_trace(self) -> None:
+        self._stop("trace")
+
+    def start_profile(self, directory: str | os.PathLike) -> None:
+        """From now on jax.profiler records the process, until stop_profile() or shutdown(), which
+        write what it saw under `directory`."""
+        self._start("profile", lambda: Profiler(directory))
+
+    def stop_profile(self) -> None:
+        self._stop("profile")
+
+    def _start(self, what: str, make: Callable[[], TraceRecorder | Profiler]) -> None:
+        with self._lock:
+            core = self._running().core
+            if what in self._watching:
+                path = self._watching[what].path
+                raise RuntimeError(f"start_{what}: one to {path!r} is running; stop_{what}() first")
+            self._watching[what] = make()
+            core.observers = tuple(self._watching.values())
+
+    def _stop(self, what: str) -> None:
+        with self._lock:
+            core = self._running().core
+            if what not in self._watching:
+                raise RuntimeError(f"stop_{what}: none is running; start_{what}() first")
+            observer = self._watching.pop(what)
+            core.observers = tuple(self._watching.values())
+            observer.stop()
+
+    def _describe(self) -> dict[str, Any]:
+        """The header of a trace. Depths to replay are left out: the rows show them."""
+        configs = dict(self._configs)
+        for name in ("scheduler_config", "execution_config"):
+            configs[name] = configs[name].resolve(self.device.platform)
+        described = {name: dict(vars(config)) for name, config in configs.items()}
+        described["exit_config"].pop("depths_by_request")
+        packages = {name: metadata.version(name) for name in ("rlt-jax", "jax", "jaxlib")}
+        return {
+            "versions": {"python": platform.python_version(), **packages},
+            "device": self.device.device_kind,
+            "model": self._model,
+            "dtype": self.dtype,
+            "model_config": dataclasses.asdict(self.model_config),
+            **described,
+        }
+
+    def _bucket_of(self, batch: SchedulerOutput) -> int | None:
+        """Rows, in a prefill prompt tokens, that a batch is padded to; None: it does not fit."""
+        kind, count = Kind.RECURRENT, len(batch.rows)
+        if batch.stage is Stage.CODA:
+            kind = Kind.CODA_GREEDY
+        elif batch.stage is Stage.PREFILL:
+            kind = Kind.PREFILL
+            if self.memory_plan.planes > 1:
+                count = sum(len(row.tokens) for row in batch.rows)
+        sizes = self._running().programs.buckets.of(kind)
+        return next((size for size in sizes if count <= size), None)
 
     @property
     def max_executables(self) -> int:
