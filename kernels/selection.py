@@ -31,6 +31,7 @@ REFERENCE = Kernels()
 
 # Whether "auto" takes the Mosaic decode kernel where it can do the model's shapes.
 PREFER_MOSAIC_DECODE = False
+HOPPER = "9.0"
 _GPU_TILE_ROWS = 128
 _TRITON_DTYPES = ("bfloat16", "float16", "float32")
 _MAX_HEAD_DIM = 256  # more does not fit a block's shared memory
@@ -40,6 +41,7 @@ def select(
     requested: str,
     *,
     platform: str,
+    compute_capability: str = HOPPER,
     dtype: str,
     kv_dtype: str,
     head_dim: int,
@@ -47,7 +49,8 @@ def select(
     kv_heads: int,
     page_size: int,
 ) -> Kernels:
-    """The kernels for ExecutionConfig.kernels = `requested` on devices of this platform.
+    """The kernels for ExecutionConfig.kernels = `requested` on devices of this platform;
+    compute_capability: of CUDA GPUs.
 
     What was asked for but cannot do these shapes gives way to the next slower, with a warning:
     Mosaic to Triton, Triton to the reference.
@@ -70,7 +73,10 @@ def select(
         return REFERENCE
     decode = "triton"
     if requested == "mosaic" or (requested == "auto" and PREFER_MOSAIC_DECODE):
-        reason = _mosaic_cannot(head_dim, kv_heads, heads, page_size, dtype, kv_dtype)
+        if compute_capability == HOPPER:
+            reason = _mosaic_cannot(head_dim, kv_heads, heads, page_size, dtype, kv_dtype)
+        else:
+            reason = f"compute capability {compute_capability}, not {HOPPER} (Hopper)"
         if reason is None:
             decode = "mosaic"
         else:

@@ -13,7 +13,7 @@ from rlt_jax.engine.exit_policy import exit_policy
 from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
 from rlt_jax.engine.scheduler import Scheduler
-from rlt_jax.kernels.selection import Kernels, select
+from rlt_jax.kernels.selection import HOPPER, Kernels, select
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
 from rlt_jax.runtime.compilation import Buckets, Programs, use_compilation_cache
 from rlt_jax.runtime.exits import Exits
@@ -68,7 +68,7 @@ def assemble(
     execution.check_with(exits)
     use_compilation_cache(execution.compilation_cache_dir)
 
-    kernels = choose_kernels(execution.kernels, model, policy, cache, device.platform)
+    kernels = choose_kernels(execution.kernels, model, policy, cache, device)
     buckets = plan_buckets(cache, scheduling, execution)
     clock = [time.perf_counter()]
     plan = plan_memory(model, policy, cache, scheduling.max_num_seqs, buckets, device, kernels)
@@ -119,12 +119,13 @@ def program_exits(exits: ExitConfig, execution: ExecutionConfig) -> Exits:
 
 
 def choose_kernels(
-    requested: str, model: OuroConfig, policy: DTypePolicy, cache: CacheConfig, platform: str
+    requested: str, model: OuroConfig, policy: DTypePolicy, cache: CacheConfig, device: jax.Device
 ) -> Kernels:
-    """The kernels that ExecutionConfig.kernels = `requested` gives a model on a platform."""
+    """The kernels that ExecutionConfig.kernels = `requested` gives a model on a device."""
     return select(
         requested,
-        platform=platform,
+        platform=device.platform,
+        compute_capability=getattr(device, "compute_capability", HOPPER),
         dtype=policy.dtype,
         kv_dtype=policy.kv_dtype,
         head_dim=model.head_dim,

@@ -50,7 +50,7 @@ def engine_logits(
     config, policy = OuroConfig.from_dict(raw), DTypePolicy(dtype)
     params = support.fuse(config, tensors, dtype)
     cache = CacheConfig(block_size=PAGE)
-    kernels = choose_kernels(requested, config, policy, cache, "gpu")
+    kernels = choose_kernels(requested, config, policy, cache, jax.devices()[0])
     recurrent = jax.jit(ouro.recurrent, static_argnums=(0, 1, 2), donate_argnums=5)
     width, planes = -(-len(tokens) // PAGE), config.total_ut_steps
     layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads

@@ -66,9 +66,9 @@ class KernelsSpec:
     def policy(self, platform: str) -> DTypePolicy:
         return DTypePolicy.on(platform, self.dtype)
 
-    def select(self, platform: str) -> Kernels:
-        policy = self.policy(platform)
-        return choose_kernels(self.kernels, self.model, policy, self.cache, platform)
+    def select(self, device: jax.Device) -> Kernels:
+        policy = self.policy(device.platform)
+        return choose_kernels(self.kernels, self.model, policy, self.cache, device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ class _Bench:
         self.device = device
         self.model = spec.model
         self.policy = spec.policy(device.platform)
-        self.kernels = spec.select(device.platform)
+        self.kernels = spec.select(device)
         self.on_cpu = device.platform == "cpu"
         self.pool_bytes = _POOL_BYTES.get(device.platform, 2**32)
         self.itemsize = jnp.dtype(self.policy.dtype).itemsize

@@ -197,9 +197,12 @@ class Programs:
 
     def warm_up(self) -> None:
         """Compiles everything, largest buckets first."""
-        if self.device.platform == "gpu":
+        keys = self.all_keys()
+        with _lock:
+            missing = set(keys) - _executables.get(_Key(self.spec, self.device), {}).keys()
+        if missing and self.device.platform == "gpu":
             self._autotune()
-        self.prefetch(sorted(self.all_keys(), key=lambda key: -key[1]))
+        self.prefetch(sorted(keys, key=lambda key: -key[1]))
         self._warm = True
 
     def _autotune(self) -> None:

@@ -119,6 +119,13 @@ def test_what_the_real_mosaic_kernel_cannot_do_triton_does(change, said, caplog)
     assert [said in record.message for record in caplog.records] == ([True] if said else [])
 
 
+def test_on_other_gpus_than_hopper_triton_runs_instead_of_mosaic(mosaic, caplog):
+    with caplog.at_level(logging.WARNING):
+        chosen = select("mosaic", platform="gpu", compute_capability="8.0", **OURO)
+    assert chosen == TRITON and not mosaic.asked
+    assert "compute capability 8.0, not 9.0 (Hopper)" in caplog.text
+
+
 def test_the_mosaic_kernel_needs_jax_0_11():
     assert (MOSAIC_CANNOT is None) == (jax.__version_info__ >= (0, 11))
 
