@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from rlt_jax.engine.types import SchedulerOutput
-from rlt_jax.validation import fail
+from rlt_jax.validation import check_path, fail
 
 
 class Profiler:
@@ -64,8 +64,7 @@ def name_of(batch: SchedulerOutput) -> str:
 def check_profile_directory(field: str, path: object) -> None:
     """Before anything is started: can there be a folder of this name?"""
     rule = "must be a folder, or a new one in a folder that exists"
-    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        fail(field, path, rule)
+    check_path(field, path, rule)
     if not Path(path).is_dir() and (
         Path(path).exists() or not Path(path).absolute().parent.is_dir()
     ):

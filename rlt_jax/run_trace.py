@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from rlt_jax.engine.types import SchedulerOutput, Stage
-from rlt_jax.validation import fail
+from rlt_jax.validation import check_float, check_int, check_path, fail
 
 FORMAT, VERSION = "rlt-jax run trace", 1
+MAX_INT = 2**53
 
 logger = logging.getLogger(__name__)
 
@@ -167,8 +168,7 @@ class TraceRecorder:
 def check_trace_path(field: str, path: object) -> None:
     """Before anything is started: can there be a file of this name?"""
     rule = "must be a file that can be written, in a folder that exists"
-    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        fail(field, path, rule)
+    check_path(field, path, rule)
     file, folder = Path(path), Path(path).absolute().parent
     writable = os.access(file if file.exists() else folder, os.W_OK)
     if file.is_dir() or not folder.is_dir() or not writable:
@@ -196,16 +196,45 @@ def read_trace(path: str | os.PathLike) -> RunTrace:
     batches = []
     for number, line in enumerate(lines[1:], start=2):
         try:
-            fields = json.loads(line)
-            rows = tuple(TracedRow(**row) for row in fields.pop("rows"))
-            batches.append(TracedBatch(stage=Stage(fields.pop("stage")), rows=rows, **fields))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise ValueError(f"{path}: line {number}: must be a batch of a run trace") from None
+            batches.append(_parse(_object(line)))
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            rule = f"must be a batch of a run trace: {type(error).__name__}: {error}"
+            raise ValueError(f"{path}: line {number}: {rule}") from None
+    model = header.get("model_config", {})
+    try:
+        loops = model["total_ut_steps"] if model else None
+        check_int("model_config.total_ut_steps", loops, minimum=1, maximum=10**6, optional=True)
+    except (ValueError, TypeError, KeyError) as error:
+        rule = f"must be the header of a run trace: {type(error).__name__}: {error}"
+        raise ValueError(f"{path}: line 1: {rule}") from None
     return RunTrace(header, tuple(sorted(batches, key=lambda batch: batch.sequence)))
 
 
+def _parse(fields: dict[str, Any]) -> TracedBatch:
+    """A batch's line, every field checked."""
+    rows = tuple(TracedRow(**row) for row in fields.pop("rows"))
+    batch = TracedBatch(stage=Stage(fields.pop("stage")), rows=rows, **fields)
+    check_int("sequence", batch.sequence, minimum=0, maximum=MAX_INT)
+    check_int("bucket", batch.bucket, minimum=1, maximum=MAX_INT, optional=True)
+    for name in ("submitted", "collected"):
+        time = getattr(batch, name)
+        if time is not None:
+            check_float(name, time, ">= 0", lambda seconds: seconds >= 0)
+    if batch.collected is not None and not (batch.submitted or 0) <= batch.collected:
+        fail("collected", batch.collected, f"must be >= submitted = {batch.submitted}")
+    if not rows:
+        fail("rows", [], "must be at least one")
+    for row in rows:
+        if not isinstance(row.request, str):
+            fail("request", row.request, "must be a string")
+        for name in ("generation", "position", "depth", "exit_depth", "tokens"):
+            check_int(name, getattr(row, name), minimum=0, maximum=MAX_INT)
+        check_int("num_tokens", row.num_tokens, minimum=1, maximum=MAX_INT)
+    return batch
+
+
 def _object(line: str) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(line)
         return value if isinstance(value, dict) else {}
     return {}

@@ -67,7 +67,8 @@ def draw_trace(
     except ImportError:
         raise ImportError("trace view needs matplotlib: pip install 'rlt-jax[bench]'") from None
     # Text stays text, and the same trace gives the same file.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "rlt-jax"}):
+    style = {"svg.fonttype": "none", "svg.hashsalt": "rlt-jax", "text.parse_math": False}
+    with matplotlib.rc_context(style):
         figure = _figure(trace, spans, time, width)
         metadata = {"Date": None} if picture.endswith(".svg") else None
         figure.savefig(picture, dpi=150, metadata=metadata)
@@ -141,9 +142,8 @@ def token_marks(span: Span, row: TracedRow) -> list[float]:
 def _figure(trace: RunTrace, spans: Sequence[Span], time: bool, width: float | None) -> Any:
     from matplotlib.figure import Figure
 
-    full_depth = trace.header.get("model_config", {}).get("total_ut_steps") or max(
-        row.depth for span in spans for row in span.batch.rows
-    )
+    deepest = max(row.depth for span in spans for row in span.batch.rows)
+    full_depth = max((trace.header.get("model_config") or {}).get("total_ut_steps") or 1, deepest)
     requests = list(
         dict.fromkeys((row.generation, row.request) for span in spans for row in span.batch.rows)
     )
@@ -164,7 +164,8 @@ def _figure(trace: RunTrace, spans: Sequence[Span], time: bool, width: float | N
             y = places[row.generation]
             cells += cells_of(span, row, y, full_depth)
             marks += [(x, y) for x in token_marks(span, row)]
-    left, right = spans[0].start, max(span.end for span in spans)
+    left = spans[0].start
+    right = max(left + 1e-6, *(span.end for span in spans))  # also where no time passed
     inch = (width - 1.2) / (right - left)  # about, of one unit of x
     rasterized = len(cells) > _DETAILED
     _draw_lives(main, cells)
@@ -328,7 +329,7 @@ def _legend(figure: Any, colours: dict[tuple[str, int], str], marks: bool, time:
 
 
 def _title(trace: RunTrace, spans: Sequence[Span], requests: int, time: bool) -> str:
-    model = Path(str(trace.header.get("model", "an engine"))).name
+    model = _short(Path(str(trace.header.get("model", "an engine"))).name)
     mean = sum(len(span.batch.rows) for span in spans) / len(spans)
     numbers = f"{spans[0].batch.sequence} to {spans[-1].batch.sequence}"
     title = f"{model}: {requests} requests, batches {numbers}, {mean:.1f} rows in each"
@@ -340,4 +341,6 @@ def _title(trace: RunTrace, spans: Sequence[Span], requests: int, time: bool) ->
 
 
 def _short(name: str) -> str:
+    """Names are the user's: what cannot be drawn shows as a question mark."""
+    name = "".join(c if c.isprintable() else "?" for c in name)
     return name if len(name) <= 16 else f"{name[:15]}…"

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import numbers
 import operator
+import os
 from collections.abc import Callable, Iterable
 
 
@@ -82,3 +83,10 @@ def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
         fail(field, value, "must be one of " + ", ".join(repr(choice) for choice in choices))
+
+
+def check_path(field: str, value: object, rule: str) -> None:
+    """Refuses what can be no file's name."""
+    name = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(name, str) or not name or "\0" in name:
+        fail(field, value, rule)
