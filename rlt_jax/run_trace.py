@@ -18,7 +18,8 @@ from rlt_jax.engine.types import SchedulerOutput, Stage
 from rlt_jax.validation import check_float, check_int, check_path, fail
 
 FORMAT, VERSION = "rlt-jax run trace", 1
-MAX_INT = 2**53
+_MAX_INT = 2**53
+_MOST = 1000  # loops of a token, and tokens of a row: a picture has no room for more
 
 logger = logging.getLogger(__name__)
 
@@ -198,14 +199,14 @@ def read_trace(path: str | os.PathLike) -> RunTrace:
         try:
             batches.append(_parse(_object(line)))
         except (ValueError, TypeError, KeyError, OverflowError) as error:
-            rule = f"must be a batch of a run trace: {type(error).__name__}: {error}"
+            rule = f"must be a batch of a run trace: {_rule_of(error)}"
             raise ValueError(f"{path}: line {number}: {rule}") from None
     model = header.get("model_config", {})
     try:
         loops = model["total_ut_steps"] if model else None
-        check_int("model_config.total_ut_steps", loops, minimum=1, maximum=10**6, optional=True)
+        check_int("model_config.total_ut_steps", loops, minimum=1, maximum=_MOST, optional=True)
     except (ValueError, TypeError, KeyError) as error:
-        rule = f"must be the header of a run trace: {type(error).__name__}: {error}"
+        rule = f"must be the header of a run trace: {_rule_of(error)}"
         raise ValueError(f"{path}: line 1: {rule}") from None
     return RunTrace(header, tuple(sorted(batches, key=lambda batch: batch.sequence)))
 
@@ -214,8 +215,8 @@ def _parse(fields: dict[str, Any]) -> TracedBatch:
     """A batch's line, every field checked."""
     rows = tuple(TracedRow(**row) for row in fields.pop("rows"))
     batch = TracedBatch(stage=Stage(fields.pop("stage")), rows=rows, **fields)
-    check_int("sequence", batch.sequence, minimum=0, maximum=MAX_INT)
-    check_int("bucket", batch.bucket, minimum=1, maximum=MAX_INT, optional=True)
+    check_int("sequence", batch.sequence, minimum=0, maximum=_MAX_INT)
+    check_int("bucket", batch.bucket, minimum=1, maximum=_MAX_INT, optional=True)
     for name in ("submitted", "collected"):
         time = getattr(batch, name)
         if time is not None:
@@ -227,9 +228,11 @@ def _parse(fields: dict[str, Any]) -> TracedBatch:
     for row in rows:
         if not isinstance(row.request, str):
             fail("request", row.request, "must be a string")
-        for name in ("generation", "position", "depth", "exit_depth", "tokens"):
-            check_int(name, getattr(row, name), minimum=0, maximum=MAX_INT)
-        check_int("num_tokens", row.num_tokens, minimum=1, maximum=MAX_INT)
+        for name in ("generation", "position", "tokens"):
+            check_int(name, getattr(row, name), minimum=0, maximum=_MAX_INT)
+        for name in ("depth", "exit_depth"):
+            check_int(name, getattr(row, name), minimum=0, maximum=_MOST)
+        check_int("num_tokens", row.num_tokens, minimum=1, maximum=_MOST)
     return batch
 
 
@@ -238,6 +241,10 @@ def _object(line: str) -> dict[str, Any]:
         value = json.loads(line)
         return value if isinstance(value, dict) else {}
     return {}
+
+
+def _rule_of(error: Exception) -> str:
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
 
 def _described(error: BaseException) -> str:

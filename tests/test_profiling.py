@@ -88,7 +88,7 @@ def test_what_else_profiles_the_process_is_left_alone(llm, tmp_path):
         llm.stop_profile()
 
 
-@pytest.mark.parametrize("path", ["", None, 3, "/no/folder/profile", __file__])
+@pytest.mark.parametrize("path", ["", None, 3, "/no/folder/profile", "a\0b", __file__])
 def test_a_bad_folder_starts_nothing(llm, path):
     with pytest.raises(ValueError, match=re.escape(f"directory = {path!r}: must be a folder")):
         llm.start_profile(path)

@@ -234,7 +234,7 @@ def test_one_trace_at_a_time(llm, tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("path", ["", None, 3, ".", "/no/folder/run.jsonl"])
+@pytest.mark.parametrize("path", ["", None, 3, ".", "/no/folder/run.jsonl", "a\0b"])
 def test_a_bad_path_starts_nothing(llm, path):
     with pytest.raises(ValueError, match=re.escape(f"path = {path!r}: must be a file")):
         llm.start_trace(path)
@@ -274,12 +274,46 @@ HEADER = '{"format": "rlt-jax run trace", "version": 1}\n'
         (HEADER.replace("1}", "2}"), "version = 2: must be 1"),
         (HEADER + "{}\n", "line 2: must be a batch of a run trace"),
         (HEADER + "3\n", "line 2: must be a batch of a run trace"),
+        (HEADER + "[" * 100_000 + "\n", "line 2: must be a batch of a run trace"),
+        (HEADER[:-2] + ', "model_config": 4}\n', "line 1: must be the header of a run trace"),
+        (
+            HEADER[:-2] + ', "model_config": {"total_ut_steps": 0}}\n',
+            "line 1: must be the header of a run trace: model_config.total_ut_steps = 0: must be",
+        ),
     ],
 )
 def test_another_file_is_refused(tmp_path, text, rule):
     path = tmp_path / "run.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=re.escape(f"{path}: {rule}")):
+        read_trace(path)
+
+
+ROW = {"request": "a", "generation": 0, "position": 3, "depth": 1, "exit_depth": 0}
+ROW |= {"tokens": 0, "num_tokens": 1}
+BATCH = {"sequence": 1, "stage": "recurrent", "bucket": 4, "submitted": 0.1, "collected": 0.2}
+BATCH |= {"error": None, "rows": [ROW]}
+
+
+@pytest.mark.parametrize(
+    "change, rule",
+    [
+        ({"sequence": "x"}, "sequence = 'x': must be an integer"),
+        ({"bucket": "4"}, "bucket = '4': must be an integer"),
+        ({"submitted": float("nan")}, "submitted = nan: must be a finite number"),
+        ({"collected": 0.05}, "collected = 0.05: must be >= submitted = 0.1"),
+        ({"rows": []}, "rows = []: must be at least one"),
+        ({"rows": [{**ROW, "request": 5}]}, "request = 5: must be a string"),
+        ({"rows": [{**ROW, "depth": -1}]}, "depth = -1: must be an integer >= 0"),
+        ({"rows": [{**ROW, "num_tokens": 0}]}, "num_tokens = 0: must be an integer >= 1"),
+        ({"rows": [{**ROW, "num_tokens": 10**400}]}, "num_tokens = 1000"),
+    ],
+)
+def test_a_changed_line_is_refused_naming_field_value_and_rule(tmp_path, change, rule):
+    path = tmp_path / "run.jsonl"
+    path.write_text(HEADER + json.dumps(BATCH) + "\n" + json.dumps({**BATCH, **change}) + "\n")
+    message = f"{path}: line 3: must be a batch of a run trace: {rule}"
+    with pytest.raises(ValueError, match=re.escape(message)):
         read_trace(path)
 
 

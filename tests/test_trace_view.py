@@ -157,6 +157,16 @@ def test_many_requests_and_lost_batches_can_be_drawn(tmp_path):
     assert (tmp_path / "many.svg").stat().st_size < 1_000_000
 
 
+def test_any_request_id_and_batches_that_took_no_time_can_be_drawn(tmp_path):
+    names = ["$x^$", "\ud800", "two\nlines", "\x1b[0m"]
+    rows = [TracedRow(name, i, 5, 9, 0, 0, 1) for i, name in enumerate(names)]
+    header = {"model": "$^$", "model_config": {"total_ut_steps": 4}}  # less than a row's depth
+    path = write(tmp_path / "run.jsonl", [batch(submitted=1.0, rows=rows)], header)
+    for time in (False, True):
+        draw_trace(path, str(tmp_path / "x.svg"), time=time)
+        assert {"$x^$", "?", "two?lines", "?[0m"} <= set(texts(tmp_path / "x.svg"))
+
+
 def test_a_range_is_by_the_batches_numbers():
     batches = [batch(i) for i in range(10, 20)]
 
