@@ -17,7 +17,8 @@ ONE = np.float32(1.0)
 
 @dataclasses.dataclass(frozen=True)
 class ExitBounds:
-    """One request's limits. threshold 1 is a flag for fixed depth, never compared.
+    """One request's limits. threshold 1, or what is 1 as a float32, is a flag for fixed depth,
+    never compared.
 
     depths: what to replay (trace mode): per output token, the prompt's full depth first.
     """
@@ -29,7 +30,7 @@ class ExitBounds:
 
     @property
     def is_fixed(self) -> bool:
-        return self.threshold == 1 or self.min_loops == self.max_loops
+        return np.float32(self.threshold) == ONE or self.min_loops == self.max_loops
 
 
 class ExitPolicy(Protocol):

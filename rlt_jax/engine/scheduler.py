@@ -386,20 +386,19 @@ class Scheduler:
                 slots.enter(going_on, RECURRENT)
         if stage is Stage.RECURRENT or stage is Stage.BOUNDARY:
             loops = rows.depth > 0
-            slot_n, depth = rows.slot[loops], rows.depth[loops]
-            slots.depth[slot_n] = depth
-            slots.unread[slot_n] |= rows.reads_gate[loops] << depth
-            self._route(slot_n)
+            slots.depth[rows.slot[loops]] = rows.depth[loops]
+            self._route(rows.slot[loops])
 
     def _route(self, slot_n: np.ndarray) -> None:
         """Where requests go after their last scheduled loop, by what is known by now."""
         slots = self._slots
         depth = slots.depth[slot_n]
-        # Signals of the loops up to this one must be known.
-        awaited = slots.unread[slot_n] & ((2 << np.maximum(depth - self._ahead, 0)) - 1)
+        # The signals up to this loop, or the one before, must be known.
+        needed = np.minimum(depth - self._ahead, slots.last_gate[slot_n])
+        awaited = needed >= np.maximum(slots.heard[slot_n] + 1, slots.first_gate[slot_n])
         leaves = depth >= slots.exit_depth[slot_n]
         known = np.where(leaves, CODA, RECURRENT)
-        slots.enter(slot_n, np.where(awaited > 0, HELD, known))
+        slots.enter(slot_n, np.where(awaited, HELD, known))
 
     def _slot_update(self, request: Request) -> SlotUpdate:
         return SlotUpdate(
@@ -478,7 +477,7 @@ class Scheduler:
         current = rows.output_index + (rows.exit_depth > 0) == slots.sampled[rows.slot]
         stage = slots.stage[rows.slot]
         current &= rows.reads_gate & (stage >= RECURRENT) & (stage <= HELD)
-        slots.unread[rows.slot[current]] &= ~(1 << rows.depth[current])
+        slots.heard[rows.slot[current]] = rows.depth[current]
         # Not of a loop that was run in vain, or whose exit is decided.
         decides = current & (rows.depth < slots.exit_depth[rows.slot])
         slot_n, loop = rows.slot[decides], rows.depth[decides]

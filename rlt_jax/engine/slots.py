@@ -34,8 +34,8 @@ class Slots:
     the slot. position: of the token being computed (in prefill, the next prompt token). depth:
     loops that token has run. exit_depth: where it leaves, as far as is known. sampled: output
     tokens, max_tokens of them in the end. remaining: probability that the token has not exited.
-    unread: bit d is set while the signal of loop d is awaited. first_gate .. last_gate: loops whose
-    signal is read. replays: exits where it is told to. whole: every token runs to full depth.
+    heard: the last loop whose signal was applied. first_gate .. last_gate: loops whose signal is
+    read. replays: exits where it is told to. whole: every token runs to full depth.
     draws: samples at a temperature above 0. in_flight: batches submitted and not collected.
     on_device: the device knows the slot.
     """
@@ -48,7 +48,7 @@ class Slots:
         self.position, self.depth, self.exit_depth, self.sampled, self.max_tokens = (
             np.zeros(count, np.int32) for _ in range(5)
         )
-        self.min_loops, self.max_loops, self.first_gate, self.last_gate, self.unread = (
+        self.min_loops, self.max_loops, self.first_gate, self.last_gate, self.heard = (
             np.zeros(count, np.int32) for _ in range(5)
         )
         self.in_flight = np.zeros(count, np.int32)
@@ -69,7 +69,7 @@ class Slots:
         bounds, params, gates = request.bounds, request.params, policy.gate_loops(request.bounds)
         self.request[slot] = request
         self.generation[slot] = request.generation
-        for array in (self.position, self.depth, self.sampled, self.unread, self.in_flight):
+        for array in (self.position, self.depth, self.sampled, self.heard, self.in_flight):
             array[slot] = 0
         self.max_tokens[slot] = params.max_tokens
         self.min_loops[slot], self.max_loops[slot] = bounds.min_loops, bounds.max_loops
@@ -100,7 +100,7 @@ class Slots:
     def start_token(self, slot_n: np.ndarray) -> None:
         """The next token of these begins."""
         self.depth[slot_n] = 0
-        self.unread[slot_n] = 0
+        self.heard[slot_n] = 0
         self.remaining[slot_n] = ONE
         self.exit_depth[slot_n] = self.max_loops[slot_n]
         for slot in slot_n[self.replays[slot_n]].tolist():

@@ -17,6 +17,7 @@ from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
 from rlt_jax.engine.scheduler import Scheduler
 from rlt_jax.engine.types import Row, RowResult, RowResults, RunnerOutput, SchedulerOutput, Stage
+from rlt_jax.sampling_params import SamplingParams
 
 FULL_DEPTH = 4
 TOKEN, HAZARD = 7, 0.5
@@ -136,6 +137,15 @@ class FakeDevice:
         token = self._token(row.generation, at.sampled)
         at.position, at.depth, at.sampled, at.left = at.position + 1, 0, at.sampled + 1, False
         return token
+
+
+def params(max_tokens=2, **fields):
+    return SamplingParams(max_tokens=max_tokens, **fields)
+
+
+def adaptive(max_tokens=2, **fields):
+    """Hazards of 0.5 give 0.5, 0.75, 0.875: exit at depth 2."""
+    return params(max_tokens, **{"exit_threshold": 0.7, "min_loops": 1, **fields})
 
 
 def as_columns(batch: SchedulerOutput, results: list[RowResult]) -> RowResults:

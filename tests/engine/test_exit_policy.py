@@ -54,6 +54,13 @@ def test_ouro_exits_where_the_hazards_say(hazards, minimum, maximum, threshold, 
     assert exit_depth(ExitBounds(minimum, maximum, threshold), hazards)[0] == depth
 
 
+def test_a_threshold_that_rounds_to_one_is_one():
+    bounds = ExitBounds(1, 4, 1 - 1e-9)  # a device has float32 only, and never compares with 1
+    for policy in (OuroExit(), OuroDelayedExit(), RandomLookaheadExit()):
+        assert not policy.gate_loops(bounds) and policy.fixed_depth(bounds) == 4
+    assert OuroExit().gate_loops(ExitBounds(1, 4, 1 - 1e-7))
+
+
 def test_threshold_one_is_fixed_depth_even_when_the_sum_rounds_to_one():
     depth, read = exit_depth(ExitBounds(1, 4, 1.0), (1.0, 1.0, 1.0))
     assert depth == 4
