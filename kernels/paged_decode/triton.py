@@ -23,7 +23,6 @@ from rlt_jax.kernels.paged_decode.triton_splits import (
     Shape,
     attend_lane,
     attention,
-    flat_pool,
 )
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch
 
@@ -35,7 +34,7 @@ def paged_decode(q_rhx, kv: PagedKV, layer, batch: RowBatch, interpret, config=D
     if rows == 0:
         return q_rhx
     shape = Shape.of(kv, batch, heads, q_rhx.dtype, config)
-    operands = (*_batch_operands(layer, batch), q_rhx, flat_pool(kv.pool), make_arrivals(kv, batch))
+    operands = (*_batch_operands(layer, batch), q_rhx, kv.pool, make_arrivals(kv, batch))
     return _call(paged_decode_splits, shape, rows, operands, interpret)[0]
 
 
@@ -54,13 +53,12 @@ def write_and_decode(
         qkv_rcx,
         cos_ry,
         sin_ry,
-        flat_pool(kv.pool),
+        kv.pool,
         arrivals_rk,
     )
-    out_rhx, *_, arrivals_rk, flat = _call(
+    out_rhx, *_, arrivals_rk, pool = _call(
         write_and_decode_splits, shape, rows, operands, interpret, writes=True
     )
-    pool = flat.reshape(kv.pool.shape)
     return out_rhx, kv.replace(pool=pool, scratch=arrivals_rk if shared else None)
 
 
@@ -75,7 +73,7 @@ def _batch_operands(layer, batch: RowBatch):
 
 
 def _call(body, shape: Shape, rows, operands, interpret, writes=False):
-    """Runs `body` for each row, K/V head and lane. Returns (out_rhx, ...[, flat pool])."""
+    """Runs `body` for each row, K/V head and lane. Returns (out_rhx, ...[, pool])."""
     config, splits = shape.config, shape.max_splits
     lanes = config.lanes(rows, shape.kv_heads, splits)
     out = jax.ShapeDtypeStruct((rows, shape.heads, shape.head_dim), shape.q_dtype)
@@ -161,13 +159,14 @@ def write_and_decode_splits(
     def _():
         attends = attention(row, pool_in_ref, load_q)
         own_kv = _own_token(row, qkv_ref, load_q)
-        own_place = row.places(row.position)
+        own_entry, own_offset = row.shape.divide_by_page(row.position)
+        own_page = row.physical_page(row.tables_ref[row.row, own_entry])
         own_state = attends.one_token(*own_kv)
         attend_lane(row, attends, lanes, row.position, own_state, part_refs)
 
         @pl.when(lax.rem(row.splits - 1, jnp.int32(lanes)) == row.lane)
         def _():
-            _write(row, pool_ref, own_place, own_kv)
+            _write(row, pool_ref, (own_page, own_offset), own_kv)
 
         _finish(row, lanes, part_refs, arrivals_ref, out_ref, interpret)
 
@@ -189,7 +188,7 @@ def _write(row: Row, pool_ref, own_place, own_kv):
     page, offset = own_place
     at_x = jnp.arange(row.shape.width)
     for side, own_x in enumerate(own_kv):
-        place = pool_ref.at[row.head_page(page, side), offset, at_x]
+        place = pool_ref.at[row.layer, page, side, row.kv_head, offset, at_x]
         store(place, own_x, mask=at_x < row.shape.head_dim)
 
 

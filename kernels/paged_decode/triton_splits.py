@@ -54,7 +54,6 @@ class Shape:
     kv_heads: int
     head_dim: int
     page_size: int
-    num_pages: int
     planes: int
     table_tokens: int
     q_dtype: jnp.dtype
@@ -68,7 +67,6 @@ class Shape:
             kv_heads=kv.kv_heads,
             head_dim=kv.pool.shape[5],
             page_size=kv.page_size,
-            num_pages=kv.num_pages,
             planes=kv.planes,
             table_tokens=batch.tables_rp.shape[1] * kv.page_size,
             q_dtype=jnp.dtype(q_dtype),
@@ -116,14 +114,6 @@ class Shape:
         return tokens >> (size.bit_length() - 1), tokens & (size - 1)
 
 
-def flat_pool(pool: jax.Array) -> jax.Array:
-    """The pool as [layers * pages * 2 * kv_heads, page_size, head_dim].
-
-    The index of a head's page fits 32 bits: one 64-bit product an address instead of five.
-    """
-    return pool.reshape(-1, *pool.shape[4:])
-
-
 class Row:
     """What a program knows of its row, K/V head and lane."""
 
@@ -138,20 +128,20 @@ class Row:
         self.split_tokens = shape.split_tokens(self.length)
         self.splits = lax.div(self.length + self.split_tokens - 1, self.split_tokens)
 
-    def places(self, tokens):
-        """(physical page, offset in it) of tokens; those past the row's end get some page."""
-        entries, offsets = self.shape.divide_by_page(tokens)
-        # Without a mask, which would wait for the row's position.
-        entries = jnp.minimum(entries, self.shape.table_tokens // self.shape.page_size - 1)
-        return self.physical_page(load(self.tables_ref.at[self.row, entries])), offsets
+    def places(self, start, offsets):
+        """(physical page, offset in it) of tokens start + offsets; of those past the block table,
+        some page. Without a mask, which would wait for the row's position."""
+        table, tile = self.shape.table_tokens, math.prod(offsets.shape)
+        if table % tile == 0 == self.shape.config.split_tokens % tile:
+            # Tiles end with the table: a scalar's minimum does, and costs no registers.
+            entries, in_page = self.shape.divide_by_page(jnp.minimum(start, table - tile) + offsets)
+        else:
+            entries, in_page = self.shape.divide_by_page(start + offsets)
+            entries = jnp.minimum(entries, table // self.shape.page_size - 1)
+        return self.physical_page(load(self.tables_ref.at[self.row, entries])), in_page
 
     def physical_page(self, logical):
         return PagedKV(None, self.shape.planes).physical_page(logical, self.depth)
-
-    def head_page(self, pages, side):
-        """Where the keys (side 0) or values (1) of this head lie in flat_pool."""
-        shape = self.shape
-        return ((self.layer * shape.num_pages + pages) * 2 + side) * shape.kv_heads + self.kv_head
 
 
 def attend_lane(row: Row, attends, lanes: int, end, own_state, part_refs) -> None:
@@ -180,12 +170,12 @@ def _attend_split(row: Row, attends, first, end, state):
 
     def step(i, carry):
         found, state = carry
-        tokens = first + i * attends.tokens + attends.offsets
-        ahead = row.places(tokens + attends.tokens)
-        return ahead, attends.add(state, found, tokens < end)
+        start = first + i * attends.tokens
+        ahead = row.places(start + attends.tokens, attends.offsets)
+        return ahead, attends.add(state, found, start + attends.offsets < end)
 
     steps = lax.div(jnp.maximum(end - first, 0) + attends.tokens - 1, jnp.int32(attends.tokens))
-    return lax.fori_loop(0, steps, step, (row.places(first + attends.offsets), state))[-1]
+    return lax.fori_loop(0, steps, step, (row.places(first, attends.offsets), state))[-1]
 
 
 def attention(row: Row, pool_ref, load_q):
@@ -254,8 +244,14 @@ class VectorAttention:
         return tuple(added)
 
     def _tile(self, side, pages, offsets, seen):
-        head_pages = self.row.head_page(pages, side)
-        place = self.pool_ref.at[head_pages[:, :, None], offsets[:, :, None], self.at_x[None, None]]
+        place = self.pool_ref.at[
+            self.row.layer,
+            pages[:, :, None],
+            side,
+            self.row.kv_head,
+            offsets[:, :, None],
+            self.at_x[None, None],
+        ]
         # Zeros where nothing was written: 0 * NaN must not reach the sum.
         return load(place, mask=seen[:, :, None] & self.in_head_x[None, None], other=0)
 
@@ -307,7 +303,12 @@ class DotAttention:
 
     def _tile(self, side, pages, offsets, seen):
         place = self.pool_ref.at[
-            self.row.head_page(pages, side)[:, None], offsets[:, None], self.at_x
+            self.row.layer,
+            pages[:, None],
+            side,
+            self.row.kv_head,
+            offsets[:, None],
+            self.at_x,
         ]
         return load(place, mask=seen[:, None] & self.in_head_x, other=0)
 
