@@ -13,6 +13,9 @@ from rlt_jax.terminal import depth_style
 from rlt_jax.validation import check_float, check_int, fail
 
 _PREFILL, _CODA, _LOST, _IDLE, _LIFE = "#f2c14e", "#7d8998", "#ffffff", "#d8dbdf", "#c3c8ce"
+_VAIN = "#f4f5f6"
+# Hatched: edge colours.
+_HATCHED = {"lost": "#c0392b", "vain": "#9aa3ad"}
 _DETAILED = 5000  # with more cells than this, an SVG holds them as one image
 _NUMBERED = 1500  # and with more than this they have no numbers
 
@@ -29,7 +32,7 @@ class Span:
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """A part of a row's place in the picture: prompt tokens, one loop, or the coda alone (kind:
-    "prefill", "loop", "coda", "lost")."""
+    "prefill", "loop", "vain": a loop of a token that had left, "coda", "lost")."""
 
     kind: str
     depth: int
@@ -111,7 +114,20 @@ def idle_gaps(spans: Sequence[Span]) -> list[tuple[float, float]]:
     return [(one.end, other.start) for one, other in pairs if one.end < other.start]
 
 
-def cells_of(span: Span, row: TracedRow, y: int, full_depth: int) -> Iterator[Cell]:
+Exits = dict[tuple[int, int], int]  # (generation, position) of a token -> where it left
+
+
+def exits_of(batches: Sequence[TracedBatch]) -> Exits:
+    return {
+        (row.generation, row.position): row.exit_depth
+        for batch in batches
+        if batch.stage is not Stage.TOKENS
+        for row in batch.rows
+        if row.exit_depth
+    }
+
+
+def cells_of(span: Span, row: TracedRow, y: int, full_depth: int, exits: Exits) -> Iterator[Cell]:
     """What a row does in its batch, from left to right."""
     batch, start, end = span.batch, span.start, span.end
     if batch.collected is None:
@@ -124,7 +140,10 @@ def cells_of(span: Span, row: TracedRow, y: int, full_depth: int) -> Iterator[Ce
         for i, depth in enumerate(depths):
             yield Cell("loop", depth, start + i * width, start + (i + 1) * width, y, str(depth))
     elif row.depth:
-        yield Cell("loop", row.depth, start, end, y, str(row.depth))
+        position = row.position + (row.exit_depth > 0)
+        in_vain = row.depth > exits.get((row.generation, position), row.depth)
+        kind, depth = ("vain", 0) if in_vain else ("loop", row.depth)
+        yield Cell(kind, depth, start, end, y, str(row.depth))
     else:
         yield Cell("coda", 0, start, end, y)
 
@@ -156,13 +175,19 @@ def _figure(trace: RunTrace, spans: Sequence[Span], time: bool, width: float | N
         2, sharex=True, height_ratios=[height, 1], gridspec_kw={"hspace": 0.02}
     )
     colours = {("loop", d): depth_style(d, full_depth).color.name for d in range(1, full_depth + 1)}
-    colours |= {("prefill", 0): _PREFILL, ("coda", 0): _CODA, ("lost", 0): _LOST}
+    colours |= {
+        ("prefill", 0): _PREFILL,
+        ("coda", 0): _CODA,
+        ("lost", 0): _LOST,
+        ("vain", 0): _VAIN,
+    }
+    exits = exits_of(trace.batches)
 
     cells, marks = [], []
     for span in spans:
         for row in span.batch.rows:
             y = places[row.generation]
-            cells += cells_of(span, row, y, full_depth)
+            cells += cells_of(span, row, y, full_depth, exits)
             marks += [(x, y) for x in token_marks(span, row)]
     left = spans[0].start
     right = max(left + 1e-6, *(span.end for span in spans))  # also where no time passed
@@ -172,7 +197,7 @@ def _figure(trace: RunTrace, spans: Sequence[Span], time: bool, width: float | N
     _draw_cells(main, cells, colours, inch, height / len(requests), rasterized)
     column = sorted(span.end - span.start for span in spans)[len(spans) // 2] * inch
     _draw_marks(main, marks, min(height / len(requests), column, 0.2), rasterized)
-    _draw_load(load, spans, full_depth, colours, rasterized)
+    _draw_load(load, spans, full_depth, exits, colours, rasterized)
     if time:
         for start, end in idle_gaps(spans):
             for axes in (main, load):
@@ -184,6 +209,8 @@ def _figure(trace: RunTrace, spans: Sequence[Span], time: bool, width: float | N
     main.set_yticks(range(0, len(requests), every), [_short(n) for _, n in requests[::every]])
     main.tick_params(axis="y", length=0, labelsize=8)
     main.tick_params(axis="x", length=0)
+    if not time:
+        main.xaxis.get_major_locator().set_params(integer=True)
     main.set_ylabel("request")
     load.set_ylabel("rows")
     load.set_xlabel("seconds since the trace was started" if time else "batch")
@@ -228,9 +255,9 @@ def _draw_cells(
             PolyCollection(
                 corners,
                 facecolor=colours[key],
-                edgecolor="#c0392b" if key[0] == "lost" else "white",
+                edgecolor=_HATCHED.get(key[0], "white"),
                 linewidth=[min(0.8, 5 * (c.end - c.start) * inch) for c in same],
-                hatch="////" if key[0] == "lost" else None,
+                hatch="////" if key[0] in _HATCHED else None,
                 zorder=2,
                 rasterized=rasterized,
             )
@@ -267,6 +294,7 @@ def _draw_load(
     axes: Any,
     spans: Sequence[Span],
     full_depth: int,
+    exits: Exits,
     colours: dict[tuple[str, int], str],
     rasterized: bool,
 ) -> None:
@@ -275,7 +303,7 @@ def _draw_load(
     for span in spans:
         counts = defaultdict(float)
         for row in span.batch.rows:
-            cells = list(cells_of(span, row, 0, full_depth))
+            cells = list(cells_of(span, row, 0, full_depth, exits))
             for cell in cells:
                 counts[cell.kind, cell.depth] += 1 / len(cells)
         bottom = 0.0
@@ -305,10 +333,15 @@ def _legend(figure: Any, colours: dict[tuple[str, int], str], marks: bool, time:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    names = {"prefill": "prefill (prompt tokens)", "coda": "coda alone", "lost": "no results"}
+    names = {
+        "prefill": "prefill (prompt tokens)",
+        "coda": "coda alone",
+        "lost": "no results",
+        "vain": "loop run in vain",
+    }
     handles = []
     for (kind, depth), colour in colours.items():
-        edge, hatch = ("#c0392b", "////") if kind == "lost" else (None, None)
+        edge, hatch = _HATCHED.get(kind), "////" if kind in _HATCHED else None
         label = names.get(kind, f"loop {depth}")
         handles.append(Patch(facecolor=colour, edgecolor=edge, hatch=hatch, label=label))
     if marks:
@@ -320,7 +353,7 @@ def _legend(figure: Any, colours: dict[tuple[str, int], str], marks: bool, time:
     figure.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=len(handles),
+        ncols=min(len(handles), int(figure.get_figwidth() / 1.3)),
         fontsize=8,
         frameon=False,
         handlelength=1.2,

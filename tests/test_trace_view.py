@@ -14,6 +14,7 @@ from rlt_jax.trace_view import (
     cells_of,
     choose,
     draw_trace,
+    exits_of,
     idle_gaps,
     over_steps,
     over_time,
@@ -73,15 +74,27 @@ PLACES = {
 def test_a_row_s_place_shows_what_it_ran_and_where_tokens_come_out(case):
     stage, one, cells, marks = PLACES[case]
     span = Span(batch(stage=stage), 0.0, 1.0)
-    found = list(cells_of(span, one, y=3, full_depth=2))
+    found = list(cells_of(span, one, y=3, full_depth=2, exits={}))
     assert [(c.kind, c.depth, c.start, c.end, c.text) for c in found] == cells
     assert {cell.y for cell in found} == {3}
     assert token_marks(span, one) == marks
 
 
+def test_a_loop_after_its_token_had_left_is_shown_as_run_in_vain():
+    loops, leaves = [row(depth) for depth in (1, 2, 3)], row(0, exit_depth=2)
+    batches = [batch(i, rows=[one]) for i, one in enumerate([*loops, leaves])]
+    exits = exits_of(batches)
+    kinds = [
+        cell.kind
+        for one in loops
+        for cell in cells_of(Span(batches[0], 0.0, 1.0), one, 0, 4, exits)
+    ]
+    assert kinds == ["loop", "loop", "vain"]
+
+
 def test_a_batch_without_results_is_shown_as_such():
     span = Span(batch(collected=None, error="gone"), 0.0, 1.0)
-    assert [cell.kind for cell in cells_of(span, row(3, 2), 0, 4)] == ["lost"]
+    assert [cell.kind for cell in cells_of(span, row(3, 2), 0, 4, {})] == ["lost"]
     assert token_marks(span, row(3, 2)) == []
 
 
