@@ -1,7 +1,6 @@
 """Interrupts, failing recovery: the engine on a fake device, at every point of the scheduler."""
 
 import inspect
-import itertools
 import sys
 
 import pytest
@@ -74,57 +73,70 @@ def test_the_functions_of_the_scheduler_are_all_known():
     ids=str,
 )
 def test_an_interrupt_at_any_line_of_the_scheduler_leaves_a_working_engine(options):
-    """Raises KeyboardInterrupt at every line that the scheduler runs, one line a run."""
+    """Raises KeyboardInterrupt at every line that the scheduler runs, once for each state in which
+    it runs it, one a run."""
+    states = run_interrupted(options, None)
+    assert len(states) > 1000
+    first_of_each = {state: event for event, state in reversed(list(enumerate(states)))}
+    for event in first_of_each.values():
+        run_interrupted(options, event)
+
+
+def standing(scheduler):
+    """The stages that there are requests in."""
+    names = ("adaptive", "stops", "sampling", "short")
+    return frozenset(scheduler.stage_of(name) for name in names if scheduler.find(name))
+
+
+def run_interrupted(options, interrupted_at):
+    """Answers requests with an interrupt at this event (None: without); of each event, a line about
+    to run, the line and what the scheduler stood at."""
     requests = {
         "adaptive": ([1], SamplingParams(max_tokens=2, min_loops=1, exit_threshold=0.6)),
         "stops": ([2], SamplingParams(max_tokens=8, stop_token_ids=(11,))),
         "sampling": ([3] * 5, SamplingParams(max_tokens=2, temperature=0.5)),
         "short": ([4, 5], SamplingParams(max_tokens=1)),
     }
-    for interrupted_at in itertools.count():
-        decides = {"leaves": lambda _, __, depth: depth >= 2, "ahead": 1}
-        device = FakeDevice(
-            token=lambda generation, index: 11 if index == 2 else 7,
-            **(decides if "run_ahead" in options else {}),
-        )
-        core, device = fake_engine(
-            device,
-            prefill_chunk_size=4,
-            max_num_seqs=3,
-            num_pages=4,
-            **options,
-        )
-        for name, (prompt, params) in requests.items():
-            core.add_request(name, prompt, params)
-        lines = iter(range(interrupted_at + 1))
+    decides = {"leaves": lambda _, __, depth: depth >= 2, "ahead": 1}
+    device = FakeDevice(
+        token=lambda generation, index: 11 if index == 2 else 7,
+        **(decides if "run_ahead" in options else {}),
+    )
+    core, device = fake_engine(device, prefill_chunk_size=4, max_num_seqs=3, num_pages=4, **options)
+    for name, (prompt, params) in requests.items():
+        core.add_request(name, prompt, params)
+    states = []
 
-        def trace(frame, event, argument, lines=lines):
-            if frame.f_code not in STEP_CODE:
-                return None
-            if event == "line" and next(lines, None) is None:
+    def trace(frame, event, argument):
+        if frame.f_code not in STEP_CODE:
+            return None
+        if event == "line":
+            if len(states) == interrupted_at:
                 sys.settrace(None)
                 interrupted_lines.add((frame.f_code, frame.f_lineno))
                 raise KeyboardInterrupt
-            return trace
+            at = (frame.f_code, frame.f_lineno, len(device.in_flight))
+            states.append((*at, standing(core.scheduler)) if interrupted_at is None else None)
+        return trace
 
-        outputs, interrupts = {}, 0
-        while core.has_unfinished_requests():
-            sys.settrace(trace if not interrupts else None)
-            try:
-                outputs |= {output.request_id: output for output in core.step()}
-            except KeyboardInterrupt:
-                interrupts += 1
-            finally:
-                sys.settrace(None)
-        assert outputs.keys() == requests.keys(), interrupted_at
-        assert all(output.finished for output in outputs.values())
-        reasons = {output.finish_reason for output in outputs.values()}
-        assert reasons <= ({"length", "stop", "error"} if interrupts else {"length", "stop"})
-        assert_empty(core)
-        assert device.resets == interrupts
-        if not interrupts:
-            assert device.most_in_flight == options["max_in_flight"]
-            return
+    outputs, interrupts = {}, 0
+    while core.has_unfinished_requests():
+        sys.settrace(trace if not interrupts else None)
+        try:
+            outputs |= {output.request_id: output for output in core.step()}
+        except KeyboardInterrupt:
+            interrupts += 1
+        finally:
+            sys.settrace(None)
+    assert outputs.keys() == requests.keys(), interrupted_at
+    assert all(output.finished for output in outputs.values())
+    reasons = {output.finish_reason for output in outputs.values()}
+    assert reasons <= ({"length", "stop", "error"} if interrupts else {"length", "stop"})
+    assert_empty(core)
+    assert device.resets == interrupts == (interrupted_at is not None)
+    if not interrupts:
+        assert device.most_in_flight == options["max_in_flight"]
+    return states
 
 
 def test_the_interrupts_above_came_at_every_line():
