@@ -19,10 +19,11 @@ from rlt_jax.bench.limits import kv_blocks
 from rlt_jax.bench.report import plain
 from rlt_jax.bench.synthetic import BenchModel
 from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
-from rlt_jax.engine.types import RunnerOutput, SchedulerOutput
+from rlt_jax.engine.types import SchedulerOutput
 from rlt_jax.models.ouro import OuroConfig
 from rlt_jax.outputs import RequestOutput
 from rlt_jax.sampling_params import SamplingParams
+from rlt_jax.validation import check_int, fail
 
 _TEMPORARY_BYTES = 2 * 2**30  # more than programs take beside weights and K/V
 
@@ -68,36 +69,30 @@ class Configs:
 
 
 class Recorder:
-    """Notes every batch that a runner finishes, and how many tokens each request has by then.
+    """Notes every batch that is collected, and how many tokens each request has by then; an
+    engine.core.Observer."""
 
-    tokens: False leaves the tokens uncounted, which saves the host some time.
-    """
-
-    def __init__(self, runner: Any, tokens: bool = True):
+    def __init__(self):
         self.collected: list[SchedulerOutput] = []
         self.sampled: Counter[int] = Counter()  # output tokens by request generation
         self.total = 0
-        self._flying: dict[int, SchedulerOutput] = {}
-        self._runner = runner
-        self._counts_tokens = tokens
-        self._submit, self._collect = runner.submit, runner.collect
-        runner.submit, runner.collect = self._record_submit, self._record_collect
 
-    def stop(self) -> None:
-        del self._runner.submit, self._runner.collect
+    def submitting(
+        self, batch: SchedulerOutput, id_of: Callable[[int], str]
+    ) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
 
-    def _record_submit(self, batch: SchedulerOutput) -> Any:
-        ticket = self._submit(batch)
-        self._flying[batch.sequence] = batch
-        return ticket
+    @contextlib.contextmanager
+    def collecting(self, batch: SchedulerOutput) -> Iterator[None]:
+        yield
+        self.collected.append(batch)
+        rows = batch.rows
+        for generation in rows.generation[rows.exit_depth > 0].tolist():
+            self.sampled[generation] += batch.num_tokens
+            self.total += batch.num_tokens
 
-    def _record_collect(self, ticket: Any) -> RunnerOutput:
-        output = self._collect(ticket)
-        self.collected.append(self._flying.pop(output.sequence))
-        for row in output.rows if self._counts_tokens else ():
-            self.sampled[row.generation] += len(row.tokens)
-            self.total += len(row.tokens)
-        return output
+    def lost(self, error: str) -> None:
+        pass
 
 
 class BenchEngine:
@@ -158,12 +153,13 @@ class BenchEngine:
         }
 
     @contextlib.contextmanager
-    def recording(self, tokens: bool = True) -> Iterator[Recorder]:
-        recorder = Recorder(self.parts.runner, tokens)
+    def recording(self) -> Iterator[Recorder]:
+        core, recorder = self.parts.core, Recorder()
+        core.observers += (recorder,)
         try:
             yield recorder
         finally:
-            recorder.stop()
+            core.observers = tuple(one for one in core.observers if one is not recorder)
 
     def finish(self, after_step: Callable[[list[RequestOutput]], None] | None = None) -> None:
         """Steps until no request is left. after_step: gets the outputs of ended requests.
@@ -230,6 +226,14 @@ def random_prompts(
     config: OuroConfig, requests: int, tokens: int, rng: np.random.Generator
 ) -> list[list[int]]:
     return rng.integers(0, config.vocab_size, (requests, tokens)).tolist()
+
+
+def check_prompt(prompt: int, output_tokens: int, config: OuroConfig) -> None:
+    """Raises ValueError when --prompt and --output-tokens do not fit the model's context."""
+    check_int("--prompt", prompt, minimum=1)
+    room = config.max_position_embeddings - output_tokens + 1
+    if prompt > room:
+        fail("--prompt", prompt, f"with --output-tokens {output_tokens} must be <= {room}")
 
 
 def draw_depths(

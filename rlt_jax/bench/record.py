@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rlt_jax.bench.driver import BenchEngine, Configs, draw_depths, random_prompts
+from rlt_jax.bench.driver import BenchEngine, Configs, check_prompt, draw_depths, random_prompts
 from rlt_jax.bench.modes import Mode
 from rlt_jax.bench.recording import Conditions, RecordedRequest, Recording
 from rlt_jax.bench.synthetic import BenchModel
@@ -35,12 +35,8 @@ class RecordSpec:
     def check(self, model: BenchModel) -> None:
         """Raises ValueError that names the flag, the value and the rule."""
         check_int("--requests", self.requests, minimum=1)
-        check_int("--prompt", self.prompt, minimum=1)
         check_int("--output-tokens", self.output_tokens, minimum=2)
-        room = model.config.max_position_embeddings - self.output_tokens + 1
-        if self.prompt > room:
-            rule = f"with --output-tokens {self.output_tokens} must be <= {room}"
-            fail("--prompt", self.prompt, rule)
+        check_prompt(self.prompt, self.output_tokens, model.config)
         if self.adaptive:
             if self.params.exit_threshold == 1:
                 fail("--exit-threshold", 1.0, "must be < 1 with --adaptive: 1 is a fixed depth")

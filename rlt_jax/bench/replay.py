@@ -172,7 +172,7 @@ def _run_once(spec: ReplaySpec, engine: BenchEngine, work: str) -> _Run:
     )
     outputs: list[RequestOutput] = []
     compiled = engine.num_executables
-    with engine.recording(tokens=False) as recorder:
+    with engine.recording() as recorder:
         started = time.perf_counter()
         for request in recording.requests:
             tokens = 1 if work == "prefill" else len(request.token_ids)

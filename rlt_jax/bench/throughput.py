@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rlt_jax.bench.driver import BenchEngine, Configs, draw_depths, peak_bytes, random_prompts
+from rlt_jax.bench.driver import (
+    BenchEngine,
+    Configs,
+    check_prompt,
+    draw_depths,
+    peak_bytes,
+    random_prompts,
+)
 from rlt_jax.bench.report import Say, number
 from rlt_jax.bench.synthetic import BenchModel
 from rlt_jax.config import ExitConfig
@@ -37,14 +44,10 @@ class ThroughputSpec:
         for requests in self.requests:
             check_int("--requests", requests, minimum=1)
         check_int("--output-tokens", self.output_tokens, minimum=1)
-        check_int("--prompt", self.prompt, minimum=1)
         check_int("--repeats", self.repeats, minimum=1)
         for depth in self.mixed_depths:
             check_int("--mixed-depths", depth, minimum=1, maximum=model.config.total_ut_steps)
-        room = model.config.max_position_embeddings - self.output_tokens + 1
-        if self.prompt > room:
-            rule = f"with --output-tokens {self.output_tokens} must be <= {room}"
-            fail("--prompt", self.prompt, rule)
+        check_prompt(self.prompt, self.output_tokens, model.config)
         params, open_params = self.params, SamplingParams()
         for name in ("exit_threshold", "min_loops", "max_loops"):
             if self.mixed_depths and getattr(params, name) != getattr(open_params, name):
