@@ -219,8 +219,10 @@ class LLMEngine:
             kind = Kind.PREFILL
             if self.memory_plan.planes > 1:
                 count = sum(len(row.tokens) for row in batch.rows)
-        sizes = self._running().programs.buckets.of(kind)
-        return next((size for size in sizes if count <= size), None)
+        try:
+            return self._running().programs.buckets.fit(kind, count)
+        except ValueError:
+            return None
 
     @property
     def max_executables(self) -> int:

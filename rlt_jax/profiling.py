@@ -49,14 +49,14 @@ class Profiler:
 
 def name_of(batch: SchedulerOutput) -> str:
     """For example "recurrent rows=8 depths=1-3", "prefill rows=2 tokens=96", "coda rows=3"."""
-    rows = list(batch.rows)
+    rows = batch.rows
     name = f"{batch.stage.value} rows={len(rows)}"
-    prompt_tokens = sum(len(row.tokens) for row in rows)
+    prompt_tokens = sum(map(len, rows.tokens))
     if prompt_tokens:
         return f"{name} tokens={prompt_tokens}"
-    depths = [row.depth for row in rows if row.depth]
-    if depths:
-        low, high = min(depths), max(depths)
+    depths = rows.depth[rows.depth > 0]
+    if len(depths):
+        low, high = depths.min(), depths.max()
         name += f" depths={low}" if low == high else f" depths={low}-{high}"
     return name if batch.num_tokens == 1 else f"{name} num_tokens={batch.num_tokens}"
 

@@ -10,7 +10,7 @@ from typing import Any
 from rlt_jax.engine.types import Stage
 from rlt_jax.run_trace import RunTrace, TracedBatch, TracedRow, read_trace
 from rlt_jax.terminal import depth_style
-from rlt_jax.validation import check_float, check_int, fail
+from rlt_jax.validation import check_float, check_int, check_picture
 
 _PREFILL, _CODA, _LOST, _IDLE, _LIFE = "#f2c14e", "#7d8998", "#ffffff", "#d8dbdf", "#c3c8ce"
 _VAIN = "#f4f5f6"
@@ -54,10 +54,7 @@ def draw_trace(
     """Draws the batches from `first` to `last` (their numbers; None: all). time: the x axis shows
     when they ran, else one column for each. width: inches. Raises ValueError naming what and rule.
     """
-    if Path(picture).suffix not in (".png", ".svg"):
-        fail("--output", picture, "must end in .png or .svg")
-    if not Path(picture).absolute().parent.is_dir():
-        fail("--output", picture, "must be in a folder that exists")
+    check_picture("--output", picture)
     if width is not None:
         check_float("--width", width, "> 2 and <= 200", lambda x: 2 < x <= 200)
     trace = read_trace(path)

@@ -7,6 +7,7 @@ import numbers
 import operator
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 
 def option(default, help: str, **metadata):
@@ -90,3 +91,11 @@ def check_path(field: str, value: object, rule: str) -> None:
     name = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(name, str) or not name or "\0" in name:
         fail(field, value, rule)
+
+
+def check_picture(field: str, path: str) -> None:
+    """Refuses what matplotlib is not asked to write here, or could not."""
+    if Path(path).suffix not in (".png", ".svg"):
+        fail(field, path, "must end in .png or .svg")
+    if not Path(path).absolute().parent.is_dir():
+        fail(field, path, "must be in a folder that exists")

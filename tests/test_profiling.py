@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from rlt_jax import LLM
-from rlt_jax.engine.types import Row, SchedulerOutput, Stage
+from rlt_jax.engine.types import Row, Rows, SchedulerOutput, Stage
 from rlt_jax.profiling import name_of
 from rlt_jax.run_trace import read_trace
 from tests.tiny import ADAPTIVE, OPTIONS
@@ -59,11 +59,11 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_names_say_stage_rows_and_depths(name):
     stage, rows = ROWS[name]
-    assert name_of(SchedulerOutput(1, stage, tuple(rows))) == name
+    assert name_of(SchedulerOutput(1, stage, Rows.of(rows))) == name
 
 
 def test_a_dispatch_of_several_tokens_says_so():
-    rows = tuple(Row(i, i, 5, 4, 4) for i in range(2))
+    rows = Rows.of([Row(i, i, 5, 4, 4) for i in range(2)])
     batch = SchedulerOutput(1, Stage.TOKENS, rows, num_tokens=4)
     assert name_of(batch) == "tokens rows=2 depths=4 num_tokens=4"
 

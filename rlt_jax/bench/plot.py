@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlt_jax.bench.report import is_figure, read
-from rlt_jax.validation import fail
+from rlt_jax.validation import check_picture, fail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +59,7 @@ def plot(
     title: str | None = None,
 ) -> None:
     """Draws all files, of one command, in one chart. Raises ValueError naming file and rule."""
-    if Path(picture).suffix not in (".png", ".svg"):
-        fail("--output", picture, "must end in .png or .svg")
-    if not Path(picture).absolute().parent.is_dir():
-        fail("--output", picture, "must be in a folder that exists")
+    check_picture("--output", picture)
     if labels is not None and len(labels) != len(files):
         fail("--label", list(labels), f"must be given once for each of the {len(files)} files")
     command, lines = read_lines(files, labels or [Path(file).stem for file in files])

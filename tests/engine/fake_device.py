@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from rlt_jax.config import ExitConfig, SchedulerConfig
 from rlt_jax.engine.core import EngineCore
@@ -18,6 +19,8 @@ from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
 from rlt_jax.engine.scheduler import Scheduler
 from rlt_jax.engine.types import Row, RowResult, RowResults, RunnerOutput, SchedulerOutput, Stage
 from rlt_jax.sampling_params import SamplingParams
+
+any_in_flight = pytest.mark.parametrize("max_in_flight", [1, 2, 3])
 
 FULL_DEPTH = 4
 TOKEN, HAZARD = 7, 0.5

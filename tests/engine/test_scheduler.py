@@ -9,13 +9,12 @@ from tests.engine.fake_device import (
     TOKEN,
     FakeDevice,
     adaptive,
+    any_in_flight,
     assert_empty,
     fake_engine,
     params,
     run,
 )
-
-any_in_flight = pytest.mark.parametrize("max_in_flight", [1, 2, 3])
 
 
 def names(device):
