@@ -48,14 +48,7 @@ def write_and_decode(
     shape = Shape.of(kv, batch, heads, qkv_rcx.dtype, config)
     shared = kv.scratch is not None
     arrivals_rk = kv.scratch if shared else make_arrivals(kv, batch)
-    operands = (
-        *_batch_operands(layer, batch),
-        qkv_rcx,
-        cos_ry,
-        sin_ry,
-        kv.pool,
-        arrivals_rk,
-    )
+    operands = (*_batch_operands(layer, batch), qkv_rcx, cos_ry, sin_ry, kv.pool, arrivals_rk)
     out_rhx, *_, arrivals_rk, pool = _call(
         write_and_decode_splits, shape, rows, operands, interpret, writes=True
     )

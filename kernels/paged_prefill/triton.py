@@ -110,6 +110,7 @@ def _kernel(
 ):
     head, first, programs = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     layer, tiles = layer_and_tiles_ref[0], layer_and_tiles_ref[1]
+    column_x = jnp.arange(columns)
 
     def attend(i, nothing):
         tile = first + i * programs
@@ -122,10 +123,10 @@ def _kernel(
             layer=layer,
             physical_page=functools.partial(PagedKV(None, planes).physical_page, depth=depth),
             head=lax.div(head, q_ref.shape[1] // pool_ref.shape[3]),
-            column_x=jnp.arange(columns),
+            column_x=column_x,
             dtype=q_ref.dtype,
         )
-        row_m, column_x = first_row + jnp.arange(rows), jnp.arange(columns)
+        row_m = first_row + jnp.arange(rows)
         index = (row_m[:, None], head, column_x[None, :])
         own_mx = (jnp.arange(rows) < count)[:, None] & (column_x < q_ref.shape[2])[None, :]
         q_mx = load(q_ref.at[index], mask=own_mx, other=0)
