@@ -330,6 +330,7 @@ class Scheduler:
                     slot,
                     position,
                     depth=self._limits.full_depth,
+                    size=end - position,
                     tokens=request.prompt[position:end],
                     ends_prompt=end == len(request.prompt),
                 )
@@ -359,6 +360,8 @@ class Scheduler:
             output_index=sampled,
             reads_gate=reads_gate,
             ends_prompt=none > 0,
+            size=none,
+            window=none,
         )
 
     def _progress_prompts(self, rows: Rows) -> None:

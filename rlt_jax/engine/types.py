@@ -26,6 +26,7 @@ class Stage(enum.Enum):
     CODA = "coda"  # rows that exit sample
     BOUNDARY = "boundary"  # rows that exit sample, then one loop: theirs and the others'
     TOKENS = "tokens"  # whole tokens at full depth: every loop, then the coda
+    MIXED = "mixed"  # one loop of decode rows and of prompt chunks, each at its own depth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,9 @@ class Row:
     full depth.
     output_index: which output token the coda samples; without one, which the loop works for.
     reads_gate: the scheduler waits for the signal of the loop.
-    tokens, ends_prompt: prefill only.
+    size: prompt tokens of a chunk (0: a decode row). tokens: theirs, where the chunk begins (in a
+    mixed batch at depth 1). ends_prompt: the chunk has the prompt's last token. window: where the
+    device keeps the hidden states of a chunk in between mixed batches, the first of `size`.
     """
 
     generation: int
@@ -50,6 +53,8 @@ class Row:
     output_index: int = 0
     reads_gate: bool = False
     ends_prompt: bool = False
+    size: int = 0
+    window: int = 0
     tokens: tuple[int, ...] = ()
 
 
@@ -57,7 +62,8 @@ class Row:
 class Rows(Sequence):
     """The rows of a batch as columns of the same names and meanings, each [rows].
 
-    tokens: one tuple per row, or nothing at all where no row has any.
+    In a mixed batch the decode rows come first. tokens: one tuple per row, or nothing at all where
+    no row has any.
     """
 
     generation: np.ndarray
@@ -68,6 +74,8 @@ class Rows(Sequence):
     output_index: np.ndarray
     reads_gate: np.ndarray
     ends_prompt: np.ndarray
+    size: np.ndarray
+    window: np.ndarray
     tokens: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -115,6 +123,8 @@ class SchedulerOutput:
     """One batch. `slot_updates` take effect before it, and belong to its rows.
 
     samples: a row that samples draws. num_tokens: tokens that every row of a TOKENS batch runs.
+    num_loops: loops that every row of a MIXED batch runs, from its depth on; more than one in a
+    batch of prompt chunks alone.
     """
 
     sequence: int
@@ -123,6 +133,7 @@ class SchedulerOutput:
     slot_updates: tuple[SlotUpdate, ...] = ()
     samples: bool = False
     num_tokens: int = 1
+    num_loops: int = 1
 
     @property
     def reads_gate(self) -> bool:
