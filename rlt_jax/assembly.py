@@ -66,6 +66,7 @@ def assemble(
     execution = (execution_config or ExecutionConfig()).resolve(device.platform)
     exits = exit_config or ExitConfig()
     execution.check_with(exits)
+    scheduling.check_with(cache, exits)
     use_compilation_cache(execution.compilation_cache_dir)
 
     kernels = choose_kernels(execution.kernels, model, policy, cache, device)

@@ -21,7 +21,7 @@ from rlt_jax.validation import (
 
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = ("last_exited", "shared")
-SCHEDULER_MODES = ("refill", "no_refill")
+SCHEDULER_MODES = ("refill", "no_refill", "mixed")
 EXIT_MODES = ("ouro", "ouro_delayed", "random_lookahead", "trace", "weighted")
 EXIT_DECISIONS = ("host", "device")
 KERNELS = ("auto", "mosaic", "triton", "reference")
@@ -75,7 +75,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = option(None, "rows or prompt tokens in a batch")
     mode: str = option(
         "refill",
-        "refill: a finished row is replaced at once; no_refill: fill, run and empty in phases",
+        "refill: a finished row is replaced at once; no_refill: fill, run and empty in phases;"
+        " mixed: as refill, and prompts and decode rows share batches",
         choices=SCHEDULER_MODES,
     )
     prefill_chunk_size: int | None = option(
@@ -87,6 +88,9 @@ class SchedulerConfig:
     min_coda_batch_size: int = option(
         1, "rows to gather before a coda batch, while other rows can still run"
     )
+    wavefront_chunked_prefill: bool = option(
+        False, "run the chunks of a prompt side by side, each a loop behind the one before it"
+    )
 
     def __post_init__(self):
         plain_numbers(self)
@@ -96,6 +100,35 @@ class SchedulerConfig:
         check_choice("SchedulerConfig.mode", self.mode, SCHEDULER_MODES)
         for name in ("max_prefill_batches_before_decode", "min_coda_batch_size"):
             check_int(f"SchedulerConfig.{name}", getattr(self, name), minimum=1)
+        name = "SchedulerConfig.wavefront_chunked_prefill"
+        check_bool(name, self.wavefront_chunked_prefill)
+        if self.wavefront_chunked_prefill and self.mode == "no_refill":
+            fail(name, True, 'needs mode = "refill" or "mixed"; "no_refill" ends prompts in phases')
+
+    @property
+    def stages_prompts(self) -> bool:
+        """Whether prompts may go through the loops one at a time."""
+        return self.mode == "mixed" or self.wavefront_chunked_prefill
+
+    def check_with(self, cache: CacheConfig, exits: "ExitConfig") -> None:
+        """Raises ValueError where these options do not go together."""
+        if not self.stages_prompts:
+            return
+        name, value = ("mode", self.mode)
+        if self.wavefront_chunked_prefill:
+            name, value = ("wavefront_chunked_prefill", True)
+        if cache.layout == "shared":
+            rule = (
+                'needs CacheConfig.layout = "last_exited": in "shared" a prompt token ends all its'
+                " loops before the next one starts"
+            )
+            fail(f"SchedulerConfig.{name}", value, rule)
+        if exits.mode == "weighted":
+            rule = (
+                'does not go with ExitConfig.mode = "weighted", which runs all loops of a token in'
+                " one program"
+            )
+            fail(f"SchedulerConfig.{name}", value, rule)
 
     def resolve(self, platform: str) -> "SchedulerConfig":
         """The same config with every None replaced by the platform's default."""

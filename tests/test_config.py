@@ -40,10 +40,15 @@ FIELDS = {
     ),
     (SchedulerConfig, "max_num_seqs"): OPTIONAL_POSITIVE,
     (SchedulerConfig, "max_num_batched_tokens"): OPTIONAL_POSITIVE,
-    (SchedulerConfig, "mode"): choice("refill", "no_refill"),
+    (SchedulerConfig, "mode"): choice("refill", "no_refill", "mixed"),
     (SchedulerConfig, "prefill_chunk_size"): OPTIONAL_POSITIVE,
     (SchedulerConfig, "max_prefill_batches_before_decode"): POSITIVE,
     (SchedulerConfig, "min_coda_batch_size"): POSITIVE,
+    (SchedulerConfig, "wavefront_chunked_prefill"): (
+        [True, False],
+        [0, None, "yes"],
+        "must be True or False",
+    ),
     (ExitConfig, "mode"): (
         [*ADAPTIVE_MODES, "weighted"],
         *choice(*ADAPTIVE_MODES, "trace", "weighted")[1:],
@@ -239,6 +244,40 @@ def test_resolving_keeps_what_was_set():
 def test_a_chunk_never_exceeds_the_batch():
     config = SchedulerConfig(max_num_batched_tokens=64, prefill_chunk_size=100)
     assert config.resolve("cpu").prefill_chunk_size == 64
+
+
+STAGED = {
+    "mode = 'mixed'": {"mode": "mixed"},
+    "wavefront_chunked_prefill = True": {"wavefront_chunked_prefill": True},
+}
+
+
+@pytest.mark.parametrize("shown", STAGED)
+def test_loops_of_a_prompt_one_at_a_time_need_a_plane_per_depth(shown):
+    scheduling = SchedulerConfig(**STAGED[shown])
+    scheduling.check_with(CacheConfig(), ExitConfig())
+    rule = f'SchedulerConfig.{shown}: needs CacheConfig.layout = "last_exited"'
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        scheduling.check_with(CacheConfig(layout="shared"), ExitConfig())
+
+
+@pytest.mark.parametrize("shown", STAGED)
+def test_weighted_exits_need_all_loops_of_a_token_at_once(shown):
+    rule = f'SchedulerConfig.{shown}: does not go with ExitConfig.mode = "weighted"'
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        SchedulerConfig(**STAGED[shown]).check_with(CacheConfig(), ExitConfig(mode="weighted"))
+
+
+@pytest.mark.parametrize("mode", ["refill", "no_refill"])
+def test_whole_prompts_go_with_every_layout_and_exit_mode(mode):
+    weighted = ExitConfig(mode="weighted")
+    SchedulerConfig(mode=mode).check_with(CacheConfig(layout="shared"), weighted)
+
+
+def test_no_refill_refuses_the_wavefront():
+    rule = 'SchedulerConfig.wavefront_chunked_prefill = True: needs mode = "refill" or "mixed"'
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        SchedulerConfig(mode="no_refill", wavefront_chunked_prefill=True)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ TYPED = {
     (SchedulerConfig, "prefill_chunk_size"): (["16"], 16),
     (SchedulerConfig, "max_prefill_batches_before_decode"): (["2"], 2),
     (SchedulerConfig, "min_coda_batch_size"): (["2"], 2),
+    (SchedulerConfig, "wavefront_chunked_prefill"): ([], True),
     (ExitConfig, "mode"): (["trace", "--depths-by-request", '{"0": [4]}'], "trace"),
     (ExitConfig, "depths_by_request"): (['{"0": [4, 1]}', "--exit-mode=trace"], {"0": (4, 1)}),
     (ExitConfig, "seed"): (["5"], 5),
