@@ -1,4 +1,4 @@
-"""What the attention kernels work on: the pool of K/V pages, and the two shapes of batches.
+"""What the attention kernels work on: the pool of K/V pages, and the shapes of batches.
 
 Arrays are named by their axes: r rows, t packed prompt rows, n tiles, p pages of a block table,
 h query heads, k key/value heads, c = h + 2k heads of a fused projection, x head_dim.
@@ -69,8 +69,16 @@ class RowBatch:
     valid_r: jax.Array
 
     @property
+    def num_rows(self) -> int:
+        return self.positions_r.shape[0]
+
+    @property
     def row_positions(self) -> jax.Array:
         return self.positions_r
+
+    @property
+    def parts(self) -> tuple["RowBatch"]:
+        return (self,)
 
     def at_depth(self, depth: jax.Array) -> "RowBatch":
         return self.replace(depths_r=jnp.full_like(self.depths_r, depth))
@@ -98,6 +106,10 @@ class TileBatch:
     num_rows: int = struct.field(pytree_node=False)
     tile_rows: int = struct.field(pytree_node=False)
 
+    @property
+    def parts(self) -> tuple["TileBatch"]:
+        return (self,)
+
     def at_depth(self, depth: jax.Array) -> "TileBatch":
         return self.replace(depths_n=jnp.full_like(self.depths_n, depth))
 
@@ -112,18 +124,42 @@ class TileBatch:
         return jnp.sum(ends_n <= jnp.arange(self.num_rows)[:, None], axis=1, dtype=jnp.int32)
 
     @property
+    def valid_t(self) -> jax.Array:
+        return self.tiles_t < self.counts_n.shape[0]
+
+    @property
     def row_positions(self) -> jax.Array:
         """Token positions, int32 [t]; anything in padding rows."""
-        first_n = self.starts_n - self.first_rows_n
-        return jnp.arange(self.num_rows) + first_n.at[self.tiles_t].get(mode="clip")
+        return self.count_up(self.starts_n)
+
+    @property
+    def row_depths(self) -> jax.Array:
+        """int32 [t]; anything in padding rows."""
+        return self.depths_n.at[self.tiles_t].get(mode="clip")
+
+    def count_up(self, first_n: jax.Array) -> jax.Array:
+        """first_n[i], first_n[i] + 1, ... for the rows of tile i, int32 [t]; anything in padding
+        rows."""
+        offsets_n = first_n - self.first_rows_n
+        return jnp.arange(self.num_rows) + offsets_n.at[self.tiles_t].get(mode="clip")
 
     def places(self, kv: PagedKV) -> Places:
-        tiles_t = self.tiles_t
-        row = jnp.minimum(tiles_t, self.counts_n.shape[0] - 1)
         positions_t = self.row_positions
-        logical_t = self.tables_np.at[row, positions_t // kv.page_size].get(mode="clip")
-        pages_t = kv.physical_page(logical_t, self.depths_n[row])
-        return Places(pages_t, positions_t % kv.page_size, tiles_t < self.counts_n.shape[0])
+        logical_t = self.tables_np.at[self.tiles_t, positions_t // kv.page_size].get(mode="clip")
+        pages_t = kv.physical_page(logical_t, self.row_depths)
+        return Places(pages_t, positions_t % kv.page_size, self.valid_t)
+
+
+@struct.dataclass
+class MixedBatch:
+    """One loop of decode rows and of prompt rows; the decode rows are packed first."""
+
+    rows: RowBatch
+    tiles: TileBatch
+
+    @property
+    def parts(self) -> tuple[RowBatch, TileBatch]:
+        return self.rows, self.tiles
 
 
 def _places(kv, tables_rp, positions_r, depths_r, valid_r) -> Places:

@@ -20,7 +20,7 @@ from jax import lax
 from rlt_jax.config import DTYPES
 from rlt_jax.kernels.kv_update import rotate_and_write
 from rlt_jax.kernels.paged_decode import prepare, write_and_decode
-from rlt_jax.kernels.paged_kv import PagedKV, Places, RowBatch, TileBatch
+from rlt_jax.kernels.paged_kv import MixedBatch, PagedKV, Places, RowBatch, TileBatch
 from rlt_jax.kernels.paged_prefill import paged_prefill
 from rlt_jax.kernels.residual_norm import residual_norm, rms_norm
 from rlt_jax.kernels.selection import Kernels
@@ -177,13 +177,19 @@ def prelude(params: OuroParams, tokens: jax.Array) -> jax.Array:
 
 
 @struct.dataclass
-class _Rows:
-    """What every layer needs of a batch: computed once per loop. cos, sin: [t, y]."""
+class _Part:
+    """What every layer needs of a batch's decode or prompt rows: computed once per loop. cos, sin:
+    [t, y]."""
 
     batch: RowBatch | TileBatch
     places: Places
     cos: jax.Array
     sin: jax.Array
+
+    @classmethod
+    def of(cls, batch: RowBatch | TileBatch, config: OuroConfig, kv: PagedKV, dtype) -> "_Part":
+        angles = rotary_angles(batch.row_positions, config.head_dim, config.rope_theta, dtype)
+        return cls(batch, batch.places(kv), *angles)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -197,14 +203,14 @@ def _layer(
     hidden_td: jax.Array,
     normed_td: jax.Array,
     kv: PagedKV,
-    rows: _Rows,
+    parts: tuple[_Part, ...],
 ) -> tuple[jax.Array, jax.Array, PagedKV]:
     """One sandwich-normed layer. An inner jit, so that all layers share one trace.
 
     normed_td: hidden_td after this layer's first norm. Returns (hidden, hidden after the norm
     next_norms_nd[0] of what follows, K/V).
     """
-    attended_td, kv = _attention(config, policy, kernels, params, layer, normed_td, kv, rows)
+    attended_td, kv = _attention(config, policy, kernels, params, layer, normed_td, kv, parts)
     hidden_td, normed_td = residual_norm(
         hidden_td,
         attended_td,
@@ -221,18 +227,22 @@ def _layer(
     return hidden_td, normed_td, kv
 
 
-def _attention(config, policy, kernels, params, layer, normed_td, kv, rows: _Rows):
+def _attention(config, policy, kernels, params, layer, normed_td, kv, parts: tuple[_Part, ...]):
     """Projects, rotates, writes K/V, attends, projects back: ([t, d], K/V)."""
     t = normed_td.shape[0]
     h, k, x = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     qkv_tcx = linear(normed_td, params.wqkv, policy).reshape(t, h + 2 * k, x)
-    new_kv = (qkv_tcx, rows.cos, rows.sin, kv, layer)
-    if isinstance(rows.batch, RowBatch):
-        out_thx, kv = write_and_decode(*new_kv, rows.batch, kernels, policy.precision)
-    else:
-        q_thx, kv = rotate_and_write(*new_kv, rows.places, kernels)
-        out_thx = paged_prefill(q_thx, kv, layer, rows.batch, kernels, policy.precision)
-    return linear(out_thx.reshape(t, h * x), params.wo, policy), kv
+    ends = np.cumsum([part.batch.num_rows for part in parts])[:-1]
+    outs_thx = []
+    for part, part_tcx in zip(parts, jnp.split(qkv_tcx, ends)):
+        new_kv = (part_tcx, part.cos, part.sin, kv, layer)
+        if isinstance(part.batch, RowBatch):
+            out_thx, kv = write_and_decode(*new_kv, part.batch, kernels, policy.precision)
+        else:
+            q_thx, kv = rotate_and_write(*new_kv, part.places, kernels)
+            out_thx = paged_prefill(q_thx, kv, layer, part.batch, kernels, policy.precision)
+        outs_thx.append(out_thx)
+    return linear(jnp.concatenate(outs_thx).reshape(t, h * x), params.wo, policy), kv
 
 
 def recurrent(
@@ -242,17 +252,17 @@ def recurrent(
     params: OuroParams,
     hidden_td: jax.Array,
     kv: PagedKV,
-    batch: RowBatch | TileBatch,
+    batch: RowBatch | TileBatch | MixedBatch,
 ) -> tuple[jax.Array, PagedKV]:
     """One loop through the whole stack, the final norm included.
 
     Writes each valid row's K/V at (its depth, its position), then attends over that plane up to
     the row itself. Depth is data: rows of one batch may be at different loops.
     """
-    angles = rotary_angles(batch.row_positions, config.head_dim, config.rope_theta, hidden_td.dtype)
-    rows = _Rows(batch, batch.places(kv), *angles)
-    if isinstance(batch, RowBatch):
-        kv = prepare(kv, batch, kernels)
+    parts = tuple(_Part.of(part, config, kv, hidden_td.dtype) for part in batch.parts)
+    for part in batch.parts:
+        if isinstance(part, RowBatch):
+            kv = prepare(kv, part, kernels)
     normed_td = rms_norm(hidden_td, params.layers[0].norms[0], config.rms_norm_eps)
     next_norms = [layer.norms for layer in params.layers[1:]] + [params.norm[None]]
     for layer, (layer_params, next_norms_nd) in enumerate(zip(params.layers, next_norms)):
@@ -266,7 +276,7 @@ def recurrent(
             hidden_td,
             normed_td,
             kv,
-            rows,
+            parts,
         )
     return normed_td, kv.replace(scratch=None)
 

@@ -17,7 +17,7 @@ def where(batch, kv):
     places = batch.places(kv)
     if isinstance(batch, RowBatch):
         return places
-    return places, batch.first_rows_n, batch.tiles_t, batch.row_positions
+    return places, batch.first_rows_n, batch.tiles_t, batch.row_positions, batch.row_depths
 
 
 def pool(planes: int) -> PagedKV:
@@ -42,13 +42,14 @@ def test_packed_rows(tiles, planes):
     empty = [(0, 0, 0)] * (TILES - len(tiles))
     starts, counts, depths = (np.array(x, np.int32) for x in zip(*(tiles + empty)))
     batch = TileBatch(tables.astype(np.int32), starts, counts, depths, ROWS, 8)
-    places, first_rows, of, positions = jax.tree.map(np.asarray, where(batch, pool(planes)))
+    found = jax.tree.map(np.asarray, where(batch, pool(planes)))
+    places, first_rows, of, positions, row_depths = found
     row = 0
     for n, (start, count, depth) in enumerate(tiles):
         assert first_rows[n] == row
         for position in range(start, start + count):
             page = tables[n, position // PAGE] * planes + min(depth, planes) - 1
-            assert (of[row], positions[row]) == (n, position)
+            assert (of[row], positions[row], row_depths[row]) == (n, position, depth)
             assert places.valid_t[row]
             assert (places.pages_t[row], places.offsets_t[row]) == (page, position % PAGE)
             row += 1
