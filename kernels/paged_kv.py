@@ -77,8 +77,8 @@ class RowBatch:
         return self.positions_r
 
     @property
-    def parts(self) -> tuple["RowBatch"]:
-        return (self,)
+    def parts(self) -> tuple["RowBatch", None]:
+        return self, None
 
     def at_depth(self, depth: jax.Array) -> "RowBatch":
         return self.replace(depths_r=jnp.full_like(self.depths_r, depth))
@@ -107,8 +107,8 @@ class TileBatch:
     tile_rows: int = struct.field(pytree_node=False)
 
     @property
-    def parts(self) -> tuple["TileBatch"]:
-        return (self,)
+    def parts(self) -> tuple[None, "TileBatch"]:
+        return None, self
 
     def at_depth(self, depth: jax.Array) -> "TileBatch":
         return self.replace(depths_n=jnp.full_like(self.depths_n, depth))

@@ -192,6 +192,9 @@ class _Part:
         return cls(batch, batch.places(kv), *angles)
 
 
+_Parts = tuple[_Part | None, _Part | None]  # decode rows, then prompt rows
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _layer(
     config: OuroConfig,
@@ -203,7 +206,7 @@ def _layer(
     hidden_td: jax.Array,
     normed_td: jax.Array,
     kv: PagedKV,
-    parts: tuple[_Part, ...],
+    parts: _Parts,
 ) -> tuple[jax.Array, jax.Array, PagedKV]:
     """One sandwich-normed layer. An inner jit, so that all layers share one trace.
 
@@ -227,20 +230,24 @@ def _layer(
     return hidden_td, normed_td, kv
 
 
-def _attention(config, policy, kernels, params, layer, normed_td, kv, parts: tuple[_Part, ...]):
+def _attention(config, policy, kernels, params, layer, normed_td, kv, parts: _Parts):
     """Projects, rotates, writes K/V, attends, projects back: ([t, d], K/V)."""
     t = normed_td.shape[0]
     h, k, x = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     qkv_tcx = linear(normed_td, params.wqkv, policy).reshape(t, h + 2 * k, x)
-    ends = np.cumsum([part.batch.num_rows for part in parts])[:-1]
+    decode, prompt = parts
+    r = t - prompt.batch.num_rows if prompt else t
     outs_thx = []
-    for part, part_tcx in zip(parts, jnp.split(qkv_tcx, ends)):
-        new_kv = (part_tcx, part.cos, part.sin, kv, layer)
-        if isinstance(part.batch, RowBatch):
-            out_thx, kv = write_and_decode(*new_kv, part.batch, kernels, policy.precision)
-        else:
-            q_thx, kv = rotate_and_write(*new_kv, part.places, kernels)
-            out_thx = paged_prefill(q_thx, kv, layer, part.batch, kernels, policy.precision)
+    # Every write comes before any read, or XLA would keep a copy of the pool to read from.
+    if prompt:
+        new_kv = (qkv_tcx[r:], prompt.cos, prompt.sin, kv, layer)
+        q_thx, kv = rotate_and_write(*new_kv, prompt.places, kernels)
+    if decode:
+        new_kv = (qkv_tcx[:r], decode.cos, decode.sin, kv, layer)
+        out_rhx, kv = write_and_decode(*new_kv, decode.batch, kernels, policy.precision)
+        outs_thx.append(out_rhx)
+    if prompt:
+        out_thx = paged_prefill(q_thx, kv, layer, prompt.batch, kernels, policy.precision)
         outs_thx.append(out_thx)
     return linear(jnp.concatenate(outs_thx).reshape(t, h * x), params.wo, policy), kv
 
@@ -259,10 +266,9 @@ def recurrent(
     Writes each valid row's K/V at (its depth, its position), then attends over that plane up to
     the row itself. Depth is data: rows of one batch may be at different loops.
     """
-    parts = tuple(_Part.of(part, config, kv, hidden_td.dtype) for part in batch.parts)
-    for part in batch.parts:
-        if isinstance(part, RowBatch):
-            kv = prepare(kv, part, kernels)
+    parts = tuple(part and _Part.of(part, config, kv, hidden_td.dtype) for part in batch.parts)
+    if parts[0]:
+        kv = prepare(kv, parts[0].batch, kernels)
     normed_td = rms_norm(hidden_td, params.layers[0].norms[0], config.rms_norm_eps)
     next_norms = [layer.norms for layer in params.layers[1:]] + [params.norm[None]]
     for layer, (layer_params, next_norms_nd) in enumerate(zip(params.layers, next_norms)):
