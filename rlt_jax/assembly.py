@@ -149,4 +149,5 @@ def plan_buckets(
         scheduling.max_num_batched_tokens if last_exited else rows,
         execution.min_prefill_bucket if last_exited else execution.min_row_bucket,
         execution.tokens_per_dispatch,
+        mixed=scheduling.stages_prompts,
     )

@@ -41,12 +41,14 @@ class Buckets:
     """The powers of two that batches are padded to.
 
     rows: of decode rows. prompts: of prompt tokens (of requests in the SHARED layout's prefill).
-    tokens_per_dispatch: with more than 1, there is a program for that many tokens.
+    tokens_per_dispatch: with more than 1, there is a program for that many tokens. mixed: there is
+    one for batches of prompts and decode rows.
     """
 
     rows: tuple[int, ...]
     prompts: tuple[int, ...]
     tokens_per_dispatch: int = 1
+    mixed: bool = False
 
     @classmethod
     def plan(
@@ -56,11 +58,13 @@ class Buckets:
         max_prompts: int,
         min_prompts: int,
         tokens_per_dispatch: int = 1,
+        mixed: bool = False,
     ) -> "Buckets":
         return cls(
             _powers_of_two(min_rows, max_rows),
             _powers_of_two(min_prompts, max_prompts),
             tokens_per_dispatch,
+            mixed,
         )
 
     def of(self, kind: Kind) -> tuple[int, ...]:
@@ -68,9 +72,11 @@ class Buckets:
             return (SLOT_UPDATE_ROWS,)
         if kind is Kind.PREFILL:
             return self.prompts
+        if kind is Kind.MIXED:
+            return _every_other(self.prompts) if self.mixed else ()
         if kind in (Kind.CODA_GREEDY, Kind.CODA_SAMPLE):
             # Alone it runs rarely, and reads the head at any size.
-            return self.rows[::-1][::2][::-1]
+            return _every_other(self.rows)
         if SEVERAL_TOKENS.get(kind, self.tokens_per_dispatch) != self.tokens_per_dispatch:
             return ()
         return self.rows
@@ -80,7 +86,13 @@ class Buckets:
         for bucket in self.of(kind):
             if count <= bucket:
                 return bucket
-        raise ValueError(f"{count} rows in a {kind.value} batch: must be <= {self.of(kind)[-1]}")
+        largest = max(self.of(kind), default=0)
+        raise ValueError(f"{count} rows in a {kind.value} batch: must be <= {largest}")
+
+
+def _every_other(buckets: tuple[int, ...]) -> tuple[int, ...]:
+    """With the largest."""
+    return buckets[::-1][::2][::-1]
 
 
 def _powers_of_two(first: int, covered: int) -> tuple[int, ...]:
@@ -212,7 +224,7 @@ class Programs:
         config = dataclasses.replace(self.spec.config, num_hidden_layers=1)
         shape = dataclasses.replace(self.spec.shape, num_pages=1)
         one_layer = dataclasses.replace(self.spec, config=config, shape=shape)
-        for kind in (Kind.TOKEN_GREEDY, Kind.PREFILL):
+        for kind in (Kind.TOKEN_GREEDY, Kind.PREFILL, Kind.MIXED):
             for bucket in self.buckets.of(kind):
                 compile_program(kind, bucket, one_layer, self.device)
 

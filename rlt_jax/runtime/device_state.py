@@ -15,13 +15,15 @@ from rlt_jax.models.ouro import DTypePolicy, OuroConfig
 @dataclasses.dataclass(frozen=True)
 class StateShape:
     """num_slots: requests at once. num_pages: logical pages, each of `planes` physical ones.
-    table_width: logical pages one request may use."""
+    table_width: logical pages one request may use. window_rows: prompt tokens whose hidden states
+    are kept between loops; 0 in the SHARED layout."""
 
     num_slots: int
     num_pages: int
     planes: int
     block_size: int
     table_width: int
+    window_rows: int = 0
 
 
 @struct.dataclass
@@ -49,12 +51,14 @@ class SlotExits:
 
 @struct.dataclass
 class DeviceState:
-    """kv: the pool. hidden_sd: each slot's hidden state after its last stage. last_token_s: the
+    """kv: the pool. hidden_sd: each slot's hidden state after its last stage. prompt_hidden_wd:
+    those of prompt chunks between two mixed batches; None in the SHARED layout. last_token_s: the
     last sampled token, the next prelude's input. tables_sp: block tables, mirrors of the
     scheduler's."""
 
     kv: PagedKV
     hidden_sd: jax.Array
+    prompt_hidden_wd: jax.Array | None
     last_token_s: jax.Array
     tables_sp: jax.Array
     sampling: SlotSampling
@@ -66,6 +70,7 @@ def abstract_state(config: OuroConfig, policy: DTypePolicy, shape: StateShape) -
     spec = jax.ShapeDtypeStruct
     dtype = jnp.dtype(policy.dtype)
     slots = (shape.num_slots,)
+    window = (shape.window_rows, config.hidden_size)
     pool = (
         config.num_hidden_layers,
         shape.num_pages * shape.planes,
@@ -77,6 +82,7 @@ def abstract_state(config: OuroConfig, policy: DTypePolicy, shape: StateShape) -
     return DeviceState(
         kv=PagedKV(pool=spec(pool, jnp.dtype(policy.kv_dtype)), planes=shape.planes),
         hidden_sd=spec((*slots, config.hidden_size), dtype),
+        prompt_hidden_wd=spec(window, dtype) if shape.window_rows else None,
         last_token_s=spec(slots, jnp.int32),
         tables_sp=spec((*slots, shape.table_width), jnp.int32),
         sampling=SlotSampling(

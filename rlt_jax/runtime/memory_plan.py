@@ -26,7 +26,7 @@ class MemoryPlan:
 
     source: "num_blocks", "kv_cache_memory_bytes", "cpu_default" or "device_memory". num_blocks
     counts the blocks of every depth; num_pages = num_blocks // planes is what requests share.
-    useful_blocks: enough for max_num_seqs full contexts.
+    useful_blocks: enough for max_num_seqs full contexts. window_rows: of StateShape.
     """
 
     source: str
@@ -38,6 +38,7 @@ class MemoryPlan:
     useful_blocks: int
     kv_bytes: int
     weight_bytes: int
+    window_rows: int
     temporary_bytes: int | None = None
     budget_bytes: int | None = None
     reserve_bytes: int | None = None
@@ -49,6 +50,7 @@ class MemoryPlan:
             planes=self.planes,
             block_size=self.block_size,
             table_width=min(-(-max_positions // self.block_size), self.num_pages),
+            window_rows=self.window_rows,
         )
 
 
@@ -62,7 +64,10 @@ def plan_memory(
     kernels: Kernels = REFERENCE,
 ) -> MemoryPlan:
     """Sizes the KV pool. Raises ValueError when not even one page fits."""
-    planes = config.total_ut_steps if cache.layout == "last_exited" else 1
+    last_exited = cache.layout == "last_exited"
+    planes = config.total_ut_steps if last_exited else 1
+    # There whether batches are mixed or not: one set of programs serves all engines of a size.
+    window = planes * buckets.prompts[-1] if last_exited else 0
     itemsize = jnp.dtype(policy.kv_dtype).itemsize
     block_bytes = cache.block_size * config.kv_bytes_per_position(itemsize)
     useful = -(-config.max_position_embeddings // cache.block_size) * planes * num_slots
@@ -77,7 +82,10 @@ def plan_memory(
         source, blocks = "cpu_default", min(useful, CPU_POOL_BYTES // block_bytes)
     else:
         source = "device_memory"
-        terms = _device_terms(config, policy, cache, planes, num_slots, buckets, device, kernels)
+        width = -(-config.max_position_embeddings // cache.block_size)
+        shape = StateShape(num_slots, 1, planes, cache.block_size, width, window)
+        spec = ProgramSpec(config, policy, shape, kernels)
+        terms = _device_terms(spec, cache, buckets, device)
         free = terms["budget_bytes"] - weights - terms["temporary_bytes"] - terms["reserve_bytes"]
         blocks = min(useful, free // block_bytes)
     if blocks < planes:
@@ -96,40 +104,32 @@ def plan_memory(
         useful_blocks=useful,
         kv_bytes=pages * planes * block_bytes,
         weight_bytes=weights,
+        window_rows=window,
         **terms,
     )
 
 
 def _device_terms(
-    config: OuroConfig,
-    policy: DTypePolicy,
-    cache: CacheConfig,
-    planes: int,
-    num_slots: int,
-    buckets: Buckets,
-    device: jax.Device,
-    kernels: Kernels,
+    spec: ProgramSpec, cache: CacheConfig, buckets: Buckets, device: jax.Device
 ) -> dict[str, int]:
     """Budget, temporaries and reserve of a device with memory of its own.
 
-    The largest buckets are compiled with a pool of one page: temporaries do not depend on the
-    pool's size. The slots' own arrays count among the temporaries.
+    The largest buckets are compiled with a pool of one page, that of `spec`: temporaries do not
+    depend on the pool's size. The state's other arrays count among the temporaries.
     """
-    width = -(-config.max_position_embeddings // cache.block_size)
-    shape = StateShape(num_slots, 1, planes, cache.block_size, width)
-    spec = ProgramSpec(config, policy, shape, kernels)
+    kinds = (Kind.PREFILL, Kind.MIXED, Kind.BOUNDARY_SAMPLE, Kind.TOKEN_SAMPLE)
 
     def analyse(kind: Kind):
         return compile_program(kind, buckets.of(kind)[-1], spec, device).memory_analysis()
 
     with ThreadPoolExecutor() as pool:
-        analyses = list(pool.map(analyse, (Kind.PREFILL, Kind.BOUNDARY_SAMPLE, Kind.TOKEN_SAMPLE)))
+        analyses = list(pool.map(analyse, filter(buckets.of, kinds)))
     temporaries = max(a.temp_size_in_bytes for a in analyses)
-    state = abstract_state(config, policy, shape)
-    slots = tree_bytes(state) - tree_bytes(state.kv)
+    state = abstract_state(spec.config, spec.policy, spec.shape)
+    rest_of_state = tree_bytes(state) - tree_bytes(state.kv)
     limit = device.memory_stats()["bytes_limit"]
     in_use = device.memory_stats()["bytes_in_use"]  # the weights lie there already
-    others = max(0, in_use - tree_bytes(abstract_params(config, policy)))
+    others = max(0, in_use - tree_bytes(abstract_params(spec.config, spec.policy)))
     wanted = int(cache.gpu_memory_utilization * _total_memory(device))
     if wanted > limit:
         logger.warning(
@@ -141,7 +141,7 @@ def _device_terms(
         )
     budget = min(limit, wanted)
     return {
-        "temporary_bytes": temporaries + slots,
+        "temporary_bytes": temporaries + rest_of_state,
         "budget_bytes": budget - others,
         "reserve_bytes": cache.memory_reserve_bytes,
     }

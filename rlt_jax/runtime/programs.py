@@ -14,7 +14,7 @@ from jax import lax
 
 from rlt_jax.engine.types import SHARED_PREFILL_TOKENS
 from rlt_jax.kernels.kv_update import finalize_kv
-from rlt_jax.kernels.paged_kv import PagedKV, RowBatch, TileBatch
+from rlt_jax.kernels.paged_kv import MixedBatch, PagedKV, RowBatch, TileBatch
 from rlt_jax.kernels.selection import REFERENCE, Kernels
 from rlt_jax.models import ouro
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
@@ -23,6 +23,7 @@ from rlt_jax.runtime.device_state import DeviceState, StateShape
 from rlt_jax.runtime.exits import HOST_DECIDES, Exits, decide_exits, has_left
 from rlt_jax.runtime.step_input import (
     PackedLayout,
+    mixed_layout,
     prompt_layout,
     row_layout,
     shared_prompt_layout,
@@ -41,6 +42,7 @@ class Kind(enum.Enum):
     SET_SLOTS = "set_slots"
     PREFILL = "prefill"
     RECURRENT = "recurrent"
+    MIXED = "mixed"
     CODA_GREEDY = "coda_greedy"
     CODA_SAMPLE = "coda_sample"
     BOUNDARY_GREEDY = "boundary_greedy"
@@ -66,16 +68,26 @@ class ProgramSpec:
     exits: Exits = HOST_DECIDES
 
 
-def prompt_tiles(bucket: int, spec: ProgramSpec) -> int:
+def prompt_tiles(bucket: int, spec: ProgramSpec, chunks_per_slot: int = 1) -> int:
     """Tiles that chunks of `bucket` prompt tokens in all can have."""
-    return -(-bucket // spec.kernels.tile_rows) + min(bucket, spec.shape.num_slots)
+    chunks = min(bucket, spec.shape.num_slots * chunks_per_slot)
+    return -(-bucket // spec.kernels.tile_rows) + chunks
+
+
+def mixed_rows(spec: ProgramSpec) -> int:
+    """Decode rows that a mixed batch is padded to, always: it has no buckets of them."""
+    return 1 << (spec.shape.num_slots - 1).bit_length()
 
 
 def input_layout(kind: Kind, bucket: int, spec: ProgramSpec) -> PackedLayout:
-    """The packed input of a program. Buckets count prompt tokens (in a prefill of LAST_EXITED),
-    requests (in one of SHARED) or rows."""
+    """The packed input of a program. Buckets count prompt tokens (in a mixed batch or a prefill of
+    LAST_EXITED), requests (in a prefill of SHARED) or rows."""
     if kind is Kind.SET_SLOTS:
         return slot_layout(bucket, spec.shape.table_width)
+    if kind is Kind.MIXED:
+        # Of one request, at most one chunk at each depth.
+        tiles = prompt_tiles(bucket, spec, chunks_per_slot=spec.config.total_ut_steps)
+        return mixed_layout(mixed_rows(spec), bucket, tiles)
     if kind is not Kind.PREFILL:
         return row_layout(bucket)
     if spec.shape.planes == 1:
@@ -91,6 +103,7 @@ def build(kind: Kind, bucket: int, spec: ProgramSpec) -> Program:
         Kind.SET_SLOTS: run.set_slots,
         Kind.PREFILL: run.prefill_shared if spec.shape.planes == 1 else run.prefill,
         Kind.RECURRENT: run.recurrent,
+        Kind.MIXED: run.mixed,
         Kind.CODA_GREEDY: run.coda,
         Kind.CODA_SAMPLE: run.coda,
         Kind.BOUNDARY_GREEDY: run.boundary,
@@ -101,7 +114,7 @@ def build(kind: Kind, bucket: int, spec: ProgramSpec) -> Program:
         Kind.TOKENS_4_GREEDY: run.tokens,
     }[kind]
     options = {}
-    if kind not in (Kind.SET_SLOTS, Kind.PREFILL, Kind.RECURRENT):
+    if kind.value.endswith(("greedy", "sample")):
         options["greedy"] = kind.value.endswith("greedy")
     if kind in SEVERAL_TOKENS:
         options["count"] = SEVERAL_TOKENS[kind]
@@ -143,18 +156,12 @@ class _Programs:
 
     def prefill(self, state: DeviceState, params: OuroParams, step: Results):
         """LAST_EXITED: all rows of a chunk go through loop 1, then all through loop 2, ..."""
-        batch = TileBatch(
-            tables_np=self._tables(state, step["slot"]),
-            starts_n=step["start"],
-            counts_n=step["count"],
-            depths_n=jnp.ones_like(step["slot"]),
-            num_rows=self.bucket,
-            tile_rows=self.spec.kernels.tile_rows,
-        )
+        slot = step["slot"]
+        batch = self._tiles(state, step, slot, depths_n=jnp.ones_like(slot))
         hidden_td = ouro.prelude(params, step["tokens"])
         hidden_td, kv = self._all_loops(params, hidden_td, state.kv, batch)
-        last_n = batch.first_rows_n + step["count"] - 1
-        state = self._keep_last_hidden(state, step, hidden_td.at[last_n].get(mode="clip"), kv)
+        hidden_nd = self._last_hidden(hidden_td, batch)
+        state = self._keep_last_hidden(state.replace(kv=kv), step, slot, hidden_nd)
         return state, {"done": step["count"]}
 
     def prefill_shared(self, state: DeviceState, params: OuroParams, step: Results):
@@ -177,38 +184,83 @@ class _Programs:
         on_cpu = self.spec.kernels.decode == "reference"
         turns = step["count"].max() if on_cpu else SHARED_PREFILL_TOKENS
         hidden_rd, kv = lax.fori_loop(0, turns, run, (start_rd, state.kv))
-        return self._keep_last_hidden(state, step, hidden_rd, kv), {"done": step["count"]}
+        state = self._keep_last_hidden(state.replace(kv=kv), step, step["slot"], hidden_rd)
+        return state, {"done": step["count"]}
 
-    def _keep_last_hidden(self, state: DeviceState, step: Results, hidden_nd, kv) -> DeviceState:
+    def _tiles(self, state: DeviceState, step: Results, slot_n, depths_n) -> TileBatch:
+        return TileBatch(
+            tables_np=self._tables(state, slot_n),
+            starts_n=step["start"],
+            counts_n=step["count"],
+            depths_n=depths_n,
+            num_rows=self.bucket,
+            tile_rows=self.spec.kernels.tile_rows,
+        )
+
+    def _last_hidden(self, hidden_td: jax.Array, batch: TileBatch) -> jax.Array:
+        """The hidden state of each tile's last row, [n, d]."""
+        return hidden_td.at[batch.first_rows_n + batch.counts_n - 1].get(mode="clip")
+
+    def _keep_last_hidden(self, state: DeviceState, step: Results, slot_n, hidden_nd):
         """Stores the hidden state of each prompt's last token in its slot."""
-        slot = jnp.where(step["ends_prompt"] > 0, step["slot"], self.spec.shape.num_slots)
-        return state.replace(kv=kv, hidden_sd=state.hidden_sd.at[slot].set(hidden_nd, mode="drop"))
+        slot_n = self._slots(slot_n, step["ends_prompt"] > 0)
+        return state.replace(hidden_sd=state.hidden_sd.at[slot_n].set(hidden_nd, mode="drop"))
 
     # -- decoding --------------------------------------------------------------------------------
 
     def recurrent(self, state: DeviceState, params: OuroParams, step: Results):
-        """One loop of every row; the first loop of a token begins with the prelude.
+        """One loop of every row."""
+        batch, hidden_rd = self._begin_loop(state, params, step)
+        hidden_rd, kv = self._loop(params, hidden_rd, state.kv, batch)
+        return self._end_loop(state.replace(kv=kv), params, step, batch, hidden_rd)
+
+    def mixed(self, state: DeviceState, params: OuroParams, step: Results):
+        """One loop of decode rows, as in `recurrent`, and of prompt chunks, each at its depth."""
+        rows, hidden_rd = self._begin_loop(state, params, step)
+        tiles = self._tiles(state, step, step["tile_slot"], step["tile_depth"])
+        window_t = jnp.where(
+            tiles.valid_t, tiles.count_up(step["window"]), self.spec.shape.window_rows
+        )
+        hidden_td = jnp.where(
+            (tiles.row_depths == 1)[:, None],
+            ouro.prelude(params, step["tokens"]),
+            state.prompt_hidden_wd.at[window_t].get(mode="clip"),
+        )
+        hidden_td, kv = self._loop(
+            params, jnp.concatenate([hidden_rd, hidden_td]), state.kv, MixedBatch(rows, tiles)
+        )
+        hidden_rd, hidden_td = jnp.split(hidden_td, [rows.num_rows])
+        state, signals = self._end_loop(state.replace(kv=kv), params, step, rows, hidden_rd)
+        # That of a loop before the last is overwritten before anyone reads it.
+        hidden_nd = self._last_hidden(hidden_td, tiles)
+        state = self._keep_last_hidden(state, step, step["tile_slot"], hidden_nd)
+        window_wd = state.prompt_hidden_wd.at[window_t].set(hidden_td, mode="drop")
+        return state.replace(prompt_hidden_wd=window_wd), signals
+
+    def _begin_loop(self, state: DeviceState, params: OuroParams, step: Results):
+        """Decode rows and what their loop reads, [r, d]; a token's first begins with the prelude.
 
         Where the program decides, a row that has left does nothing in the loops still to come.
         """
-        slot, depth, exits = step["slot"], step["depth"], self.spec.exits
+        slot, depth = step["slot"], step["depth"]
         valid_r = (slot < self.spec.shape.num_slots) & (depth > 0)
-        if exits.decides:
+        if self.spec.exits.decides:
             valid_r &= ~has_left(state.exits, slot, depth)
-        batch = RowBatch(self._tables(state, slot), step["position"], depth, valid_r)
         hidden_rd = jnp.where(
             (depth == 1)[:, None],
             ouro.prelude(params, state.last_token_s.at[slot].get(mode="clip")),
             state.hidden_sd.at[slot].get(mode="clip"),
         )
-        hidden_rd, kv = self._loop(params, hidden_rd, state.kv, batch)
-        slot = self._slots(slot, valid_r)
-        hidden_sd = state.hidden_sd.at[slot].set(hidden_rd, mode="drop")
-        state = state.replace(kv=kv, hidden_sd=hidden_sd)
+        return RowBatch(self._tables(state, slot), step["position"], depth, valid_r), hidden_rd
+
+    def _end_loop(self, state: DeviceState, params: OuroParams, step: Results, batch, hidden_rd):
+        """Keeps the hidden states of decode rows: (state, their signals or decisions)."""
+        slot, exits = self._slots(step["slot"], batch.valid_r), self.spec.exits
+        state = state.replace(hidden_sd=state.hidden_sd.at[slot].set(hidden_rd, mode="drop"))
         signal_r = exits.signal(params, hidden_rd)
         if not exits.decides:
             return state, {"exit_probability": signal_r}
-        slot_exits, leaves_r = decide_exits(state.exits, slot, depth, signal_r)
+        slot_exits, leaves_r = decide_exits(state.exits, slot, batch.depths_r, signal_r)
         return state.replace(exits=slot_exits), {"leaves": leaves_r}
 
     def coda(self, state: DeviceState, params: OuroParams, step: Results, *, greedy: bool):

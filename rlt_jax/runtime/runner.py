@@ -12,6 +12,7 @@ from rlt_jax.engine.types import (
     DeviceLostError,
     Row,
     RowResults,
+    Rows,
     RunnerOutput,
     SchedulerOutput,
     SlotUpdate,
@@ -54,8 +55,8 @@ class Runner:
 
     @property
     def occupancy(self) -> float | None:
-        """Real rows of all decode batches so far over the rows they were padded to; None before
-        the first."""
+        """Real rows of all batches of decode rows alone, so far, over the rows they were padded to;
+        None before the first."""
         return self._decode_rows / self._decode_bucket_rows if self._decode_bucket_rows else None
 
     @property
@@ -81,7 +82,7 @@ class Runner:
                 results[name].copy_to_host_async()
         except Exception as error:
             raise DeviceLostError(f"{batch.stage.value} batch failed: {error}") from error
-        if batch.stage is not Stage.PREFILL:
+        if batch.stage not in (Stage.PREFILL, Stage.MIXED):
             self._decode_rows += len(batch.rows)
             self._decode_bucket_rows += calls[-1].bucket
         return Ticket(batch, results)
@@ -95,7 +96,7 @@ class Runner:
         """Runs every program without a row in it: XLA warms up in the first run, records its
         command buffers in the second, and is settled in the third."""
         for kind, bucket in self._programs.all_keys():
-            call = self._call(kind, bucket, 0, {})
+            call = self._call(kind, bucket, {})
             for _ in range(times):
                 results = self.dispatch(call)
             jax.block_until_ready(results)
@@ -113,8 +114,8 @@ class Runner:
             host = jax.device_get({name: ticket.results[name] for name in self._read_back(batch)})
         except Exception as error:
             raise DeviceLostError(f"{batch.stage.value} batch failed: {error}") from error
-        real = {name: column[: len(batch.rows)] for name, column in host.items()}
-        return RunnerOutput(batch.sequence, batch.stage, RowResults(batch.rows, **real))
+        columns = {name: _of_rows(batch.rows, column) for name, column in host.items()}
+        return RunnerOutput(batch.sequence, batch.stage, RowResults(batch.rows, **columns))
 
     def reset(self) -> None:
         """Drops the device state, whatever became of it, and builds a new one."""
@@ -143,18 +144,19 @@ class Runner:
         ]
         fit = self._programs.buckets.fit
         calls = [
-            self._call(Kind.SET_SLOTS, SLOT_UPDATE_ROWS, len(group), self._slot_values(group))
+            self._call(Kind.SET_SLOTS, SLOT_UPDATE_ROWS, self._slot_values(group))
             for group in groups
         ]
         if batch.stage is Stage.PREFILL:
-            calls.append(self._prefill_call(batch))
-            return calls
+            return [*calls, self._prefill_call(batch)]
+        if batch.stage is Stage.MIXED:
+            rows, loops = batch.rows, range(batch.num_loops)
+            at_depths = [dataclasses.replace(rows, depth=rows.depth + loop) for loop in loops]
+            return calls + [self._mixed_call(rows) for rows in at_depths]
         names = ("slot", "position", "depth", "exit_depth", "output_index")
         rows = {name: getattr(batch.rows, name) for name in names}
         kind = _kind_of(batch)
-        count = len(batch.rows)
-        calls.append(self._call(kind, fit(kind, count), count, rows))
-        return calls
+        return [*calls, self._call(kind, fit(kind, len(batch.rows)), rows)]
 
     def _prefill_call(self, batch: SchedulerOutput) -> Call:
         spec, fit = self._programs.spec, self._programs.buckets.fit
@@ -164,24 +166,34 @@ class Runner:
             values["tokens"] = [
                 row.tokens + (0,) * (SHARED_PREFILL_TOKENS - len(row.tokens)) for row in batch.rows
             ]
-            bucket = fit(Kind.PREFILL, len(tiles))
-            return self._call(Kind.PREFILL, bucket, len(tiles), values)
+            return self._call(Kind.PREFILL, fit(Kind.PREFILL, len(tiles)), values)
         tiles = [tile for row in batch.rows for tile in _tiles(row, spec.kernels.tile_rows)]
         values = _columns(tiles)
         values["tokens"] = [token for row in batch.rows for token in row.tokens]
-        bucket = fit(Kind.PREFILL, len(values["tokens"]))
-        return self._call(Kind.PREFILL, bucket, len(tiles), values)
+        return self._call(Kind.PREFILL, fit(Kind.PREFILL, len(values["tokens"])), values)
 
-    def _call(self, kind: Kind, bucket: int, count: int, values: dict[str, Sequence]) -> Call:
-        """Pads each field's entries and packs them; `count` rows are real."""
+    def _mixed_call(self, rows: Rows) -> Call:
+        decode = _count_decode_rows(rows)
+        chunks = [rows[i] for i in range(decode, len(rows))]
+        tile_rows = self._programs.spec.kernels.tile_rows
+        values = _columns([tile for row in chunks for tile in _tiles(row, tile_rows)])
+        values["tile_slot"], values["tile_depth"] = values["slot"], values["depth"]
+        values |= {name: getattr(rows, name)[:decode] for name in ("slot", "position", "depth")}
+        # A chunk past its first loop needs none.
+        values["tokens"] = [token for row in chunks for token in row.tokens or (0,) * row.size]
+        bucket = self._programs.buckets.fit(Kind.MIXED, len(values["tokens"]))
+        return self._call(Kind.MIXED, bucket, values)
+
+    def _call(self, kind: Kind, bucket: int, values: dict[str, Sequence]) -> Call:
+        """Pads each field's entries and packs them; no values: no row is real."""
         spec = self._programs.spec
         layout = input_layout(kind, bucket, spec)
         padded = {}
         for name, field_shape, dtype in layout.fields:
             # A slot past the last one marks padding: nothing is read, written or sampled.
-            filler = spec.shape.num_slots if name == "slot" else 0
+            filler = spec.shape.num_slots if name in ("slot", "tile_slot") else 0
             padded[name] = np.full(field_shape, filler, dtype)
-            if count:
+            if values:
                 padded[name][: len(values[name])] = values[name]
         return Call(self._programs.get(kind, bucket), layout.pack(padded), bucket)
 
@@ -217,16 +229,30 @@ def _kind_of(batch: SchedulerOutput) -> Kind:
 
 def _tiles(row: Row, tile_rows: int) -> list[dict]:
     """A prompt chunk cut into tiles of consecutive positions."""
-    size = len(row.tokens)
     return [
         {
             "slot": row.slot,
+            "depth": row.depth,
             "start": row.position + start,
-            "count": min(tile_rows, size - start),
-            "ends_prompt": int(row.ends_prompt and start + tile_rows >= size),
+            "count": min(tile_rows, row.size - start),
+            "ends_prompt": int(row.ends_prompt and start + tile_rows >= row.size),
+            "window": row.window + start,
         }
-        for start in range(0, size, tile_rows)
+        for start in range(0, row.size, tile_rows)
     ]
+
+
+def _count_decode_rows(rows: Rows) -> int:
+    """In a mixed batch they are the first ones; prompts' have a size."""
+    return int(np.count_nonzero(rows.size == 0))
+
+
+def _of_rows(rows: Rows, column: np.ndarray) -> np.ndarray:
+    """A result without the padding, zero for the prompt rows of a mixed batch."""
+    decode = _count_decode_rows(rows)
+    result = np.zeros((len(rows), *column.shape[1:]), column.dtype)
+    result[:decode] = column[:decode]
+    return result
 
 
 def _columns(entries: list[dict]) -> dict[str, list]:

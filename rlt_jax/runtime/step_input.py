@@ -65,6 +65,14 @@ def prompt_layout(tokens: int, tiles: int) -> PackedLayout:
     return PackedLayout((*fields, ("tokens", (tokens,), np.int32)))
 
 
+def mixed_layout(rows: int, tokens: int, tiles: int) -> PackedLayout:
+    """Decode rows, then prompt chunks as in prompt_layout. tile_slot, tile_depth: a tile's; window:
+    where the hidden state of its first row is kept; tokens: read in tiles at depth 1."""
+    fields = _int32_fields("slot position depth", rows)
+    fields += _int32_fields("tile_slot tile_depth start count ends_prompt window", tiles)
+    return PackedLayout((*fields, ("tokens", (tokens,), np.int32)))
+
+
 def shared_prompt_layout(requests: int, tokens: int) -> PackedLayout:
     """As prompt_layout, with one tile of `tokens` rows for each request."""
     fields = _int32_fields("slot start count ends_prompt", requests)

@@ -43,7 +43,7 @@ def run_batches(engine, name="") -> int:
     return steps
 
 
-LARGEST = [kind for kind in Kind if kind is not Kind.TOKENS_2_GREEDY]
+LARGEST = [kind for kind in Kind if kind not in (Kind.TOKENS_2_GREEDY, Kind.MIXED)]
 # The sampler does not touch the pool, and several tokens are one after the other.
 SMALLEST = [Kind.PREFILL, Kind.RECURRENT, Kind.CODA_GREEDY, Kind.BOUNDARY_GREEDY, Kind.TOKEN_GREEDY]
 
@@ -51,14 +51,15 @@ SMALLEST = [Kind.PREFILL, Kind.RECURRENT, Kind.CODA_GREEDY, Kind.BOUNDARY_GREEDY
 @pytest.mark.parametrize(
     ("shape", "kind", "end"),
     [
-        *(("roomy", kind, -1) for kind in LARGEST),
-        *(("roomy", kind, 0) for kind in SMALLEST),
+        *(("roomy", kind, -1) for kind in (*LARGEST, Kind.MIXED)),
+        *(("roomy", kind, 0) for kind in (*SMALLEST, Kind.MIXED)),
         *(("shared", kind, -1) for kind in LARGEST),
     ],
 )
 def test_temporaries_do_not_depend_on_the_pool(shape, kind, end):
     """A donated buffer that is copied shows as a temporary of the pool's size."""
-    small = build_engine(shape, tokens_per_dispatch=4).programs
+    mode = "mixed" if kind is Kind.MIXED else "refill"
+    small = build_engine(shape, tokens_per_dispatch=4, mode=mode).programs
     pages = dataclasses.replace(small.spec.shape, num_pages=4 * small.spec.shape.num_pages)
     large = Programs(dataclasses.replace(small.spec, shape=pages), small.buckets, small.device)
     temporaries = []
@@ -71,7 +72,9 @@ def test_temporaries_do_not_depend_on_the_pool(shape, kind, end):
     assert temporaries[0] == temporaries[1]
 
 
-@pytest.mark.parametrize("kind", [Kind.PREFILL, Kind.BOUNDARY_GREEDY, Kind.TOKEN_GREEDY])
+@pytest.mark.parametrize(
+    "kind", [Kind.PREFILL, Kind.MIXED, Kind.BOUNDARY_GREEDY, Kind.TOKEN_GREEDY]
+)
 def test_temporaries_do_not_depend_on_the_pool_in_bfloat16_either(kind):
     spec = build_engine("roomy").programs.spec
     one_layer = dataclasses.replace(spec.config, num_hidden_layers=1)
@@ -80,7 +83,7 @@ def test_temporaries_do_not_depend_on_the_pool_in_bfloat16_either(kind):
     for pages in (16, 64):
         shape = dataclasses.replace(spec.shape, num_pages=pages)
         small = dataclasses.replace(spec, config=one_layer, policy=policy, shape=shape)
-        programs = Programs(small, Buckets((1,), (1,)), jax.devices()[0])
+        programs = Programs(small, Buckets((1,), (1,), mixed=True), jax.devices()[0])
         compiled = programs.get(kind, programs.buckets.of(kind)[0])
         sizes.append(compiled.memory_analysis().temp_size_in_bytes)
     assert sizes[0] == sizes[1]
@@ -125,7 +128,7 @@ def test_nothing_compiles_in_a_run_of_200_steps_after_warm_up(shape, monkeypatch
     engine.programs.warm_up()
     watched = watch(engine)
     run_batches(engine)  # the first fetches and transfers of a process may compile
-    assert {batch.stage for batch in watched.batches} == set(Stage)
+    assert {batch.stage for batch in watched.batches} == set(Stage) - {Stage.MIXED}
     assert {batch.num_tokens for batch in watched.batches} == {1, 4}
     compiles = []
 
@@ -147,7 +150,8 @@ def test_nothing_compiles_in_a_run_of_200_steps_after_warm_up(shape, monkeypatch
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_running_every_program_without_rows_leaves_the_state_as_it_was(shape):
-    engine = build_engine(shape, tokens_per_dispatch=4)
+    mode = "refill" if shape == "shared" else "mixed"
+    engine = build_engine(shape, tokens_per_dispatch=4, mode=mode)
     drive(engine, random_work(numbers=12, count=6))
 
     def contents():
@@ -168,14 +172,26 @@ def test_one_executable_per_program_and_bucket_at_most_40():
     assert engine.programs.get(*keys[0]) is build_engine("roomy").programs.get(*keys[0])
 
 
-@pytest.mark.parametrize(("platform", "count"), [("cpu", 29), ("gpu", 37)])
-@pytest.mark.parametrize("layout", ["last_exited", "shared"])
-def test_default_settings_need_at_most_40_executables(platform, count, layout):
+@pytest.mark.parametrize(("platform", "count", "mixed"), [("cpu", 29, 2), ("gpu", 37, 3)])
+@pytest.mark.parametrize(
+    ("layout", "scheduling"),
+    [
+        ("last_exited", {}),
+        ("shared", {}),
+        ("last_exited", {"mode": "mixed"}),
+        ("last_exited", {"wavefront_chunked_prefill": True}),
+    ],
+    ids=str,
+)
+def test_default_settings_need_at_most_40_executables(platform, count, mixed, layout, scheduling):
     buckets = plan_buckets(
         CacheConfig(layout=layout),
-        SchedulerConfig().resolve(platform),
+        SchedulerConfig(**scheduling).resolve(platform),
         ExecutionConfig().resolve(platform),
     )
+    if scheduling:
+        assert buckets.of(Kind.MIXED)[-1] == buckets.prompts[-1]
+        count += mixed
     rows, codas = len(buckets.rows), len(buckets.of(Kind.CODA_GREEDY))
     assert codas == -(-rows // 2) and buckets.of(Kind.CODA_GREEDY)[-1] == buckets.rows[-1]
     assert sum(len(buckets.of(kind)) for kind in Kind) == count <= 40
@@ -185,10 +201,19 @@ def test_default_settings_need_at_most_40_executables(platform, count, layout):
 def test_only_the_program_of_the_tokens_asked_for_can_be_reached(tokens):
     programs = build_engine("tight", tokens_per_dispatch=tokens).programs
     kinds = {kind for kind, _ in programs.all_keys()}
+    never = {Kind.TOKENS_2_GREEDY, Kind.TOKENS_4_GREEDY, Kind.MIXED}
     several = {1: set(), 2: {Kind.TOKENS_2_GREEDY}, 4: {Kind.TOKENS_4_GREEDY}}[tokens]
-    assert kinds == set(Kind) - {Kind.TOKENS_2_GREEDY, Kind.TOKENS_4_GREEDY} | several
+    assert kinds == set(Kind) - never | several
     # Options of the scheduler do not make other programs of the rest.
     assert programs.spec == build_engine("tight").programs.spec
+
+
+@pytest.mark.parametrize("options", [{"mode": "mixed"}, {"wavefront_chunked_prefill": True}])
+def test_engines_that_stage_prompts_have_one_program_more_and_share_the_others(options):
+    programs, others = (build_engine("roomy", **o).programs for o in (options, {}))
+    more = set(programs.all_keys()) - set(others.all_keys())
+    assert more == {(Kind.MIXED, 8), (Kind.MIXED, 32)}
+    assert programs.spec == others.spec
 
 
 def test_a_compile_after_warm_up_is_counted_warned_of_and_an_error_in_tests(monkeypatch, caplog):

@@ -24,9 +24,14 @@ BLOCK = 3_145_728  # 24 layers * 16 tokens * 16 heads * 128 * (K and V) * 2 byte
 
 
 def plan(
-    model: OuroConfig = OURO_1_4B, dtype="bfloat16", slots: int = 8, device=CPU, **cache
+    model: OuroConfig = OURO_1_4B,
+    dtype="bfloat16",
+    slots: int = 8,
+    device=CPU,
+    buckets: Buckets = BUCKETS,
+    **cache,
 ) -> MemoryPlan:
-    return plan_memory(model, DTypePolicy(dtype), CacheConfig(**cache), slots, BUCKETS, device)
+    return plan_memory(model, DTypePolicy(dtype), CacheConfig(**cache), slots, buckets, device)
 
 
 def tiny(**fields) -> OuroConfig:
@@ -251,8 +256,9 @@ def test_device_plan_is_budget_less_weights_temporaries_slots_and_reserve(
     # Hidden state, last token, block table of 4,096 pages; temperature, top_k, top_p, seed;
     # min_loops, threshold, remaining, whether it has left.
     slots = 128 * (2048 * 2 + 4 + 4096 * 4 + (4 + 4 + 4 + 8) + (4 + 4 + 4 + 1))
-    assert planned.temporary_bytes == 700_000_000 + slots
-    free = planned.budget_bytes - 2_869_305_346 - 700_000_000 - slots - 1_000_000_000
+    window = 4 * 16 * 2048 * 2  # hidden states of the largest prompt bucket, for each depth
+    assert planned.temporary_bytes == 700_000_000 + slots + window
+    free = planned.budget_bytes - 2_869_305_346 - 700_000_000 - slots - window - 1_000_000_000
     assert planned.num_pages == free // BLOCK // 4
     assert planned.kv_bytes <= free < planned.kv_bytes + 4 * BLOCK
 
@@ -275,12 +281,22 @@ def test_device_plan_leaves_out_what_others_hold(fake_gpu, in_use, others):
     assert planned.kv_bytes <= free < planned.kv_bytes + 4 * BLOCK
 
 
-def test_device_plan_compiles_the_largest_buckets_with_the_least_pool(fake_gpu, compiler):
-    plan(slots=128, device=fake_gpu)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_device_plan_compiles_the_largest_buckets_with_the_least_pool(fake_gpu, compiler, mixed):
+    plan(slots=128, device=fake_gpu, buckets=dataclasses.replace(BUCKETS, mixed=mixed))
     shape = compiler.spec.shape
     assert (shape.num_pages, shape.planes, shape.table_width) == (1, 4, 4096)
     largest = {Kind.PREFILL: 16, Kind.BOUNDARY_SAMPLE: 8, Kind.TOKEN_SAMPLE: 8}
-    assert compiler.asked == largest
+    assert compiler.asked == largest | ({Kind.MIXED: 16} if mixed else {})
+
+
+@pytest.mark.parametrize("layout, rows", [("last_exited", 4 * 16), ("shared", 0)])
+def test_the_prompt_window_is_there_in_the_last_exited_layout(layout, rows):
+    shape = plan(layout=layout).state_shape(8, 100)
+    state = abstract_state(OURO_1_4B, DTypePolicy("bfloat16"), shape)
+    assert shape.window_rows == rows
+    window = state.prompt_hidden_wd
+    assert window is None if rows == 0 else window.shape == (rows, 2048)
 
 
 def test_device_plan_is_capped_at_the_useful_capacity(fake_gpu):

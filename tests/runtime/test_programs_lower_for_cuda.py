@@ -25,7 +25,8 @@ PROMPTS = {"rotate_and_write", "paged_prefill", "residual_norm"}
 
 
 def lowered(kernels: str, kind: Kind, planes: int) -> str:
-    shape = StateShape(BUCKET, num_pages=4096, planes=planes, block_size=PAGE, table_width=4096)
+    window = 4 * BUCKET if planes > 1 else 0
+    shape = StateShape(BUCKET, 4096, planes, PAGE, table_width=4096, window_rows=window)
     policy = DTypePolicy.on("gpu", "bfloat16")
     chosen = select(
         kernels,
@@ -49,9 +50,12 @@ def kernels_in(text: str) -> set[str]:
     return names | ({"mosaic"} if "custom_call @mosaic_gpu" in text else set())
 
 
-@pytest.mark.parametrize("planes", [4, 1], ids=["last_exited", "shared"])
+LOWERED = [Kind.PREFILL, Kind.RECURRENT, Kind.BOUNDARY_SAMPLE, Kind.TOKEN_GREEDY]
+
+
 @pytest.mark.parametrize(
-    "kind", [Kind.PREFILL, Kind.RECURRENT, Kind.BOUNDARY_SAMPLE, Kind.TOKEN_GREEDY]
+    ("kind", "planes"),
+    [*((kind, planes) for kind in LOWERED for planes in (4, 1)), (Kind.MIXED, 4)],
 )
 @pytest.mark.parametrize("kernels", ["triton", "mosaic"])
 def test_a_program_lowers_with_its_kernels(kernels, kind, planes):
@@ -59,6 +63,8 @@ def test_a_program_lowers_with_its_kernels(kernels, kind, planes):
         pytest.skip(MOSAIC_CANNOT)
     text = lowered(kernels, kind, planes)
     wanted = PROMPTS if kind is Kind.PREFILL and planes > 1 else DECODES[kernels]
+    if kind is Kind.MIXED:
+        wanted = wanted | PROMPTS
     if kind is Kind.BOUNDARY_SAMPLE and planes > 1:
         wanted = wanted | {"finalize_kv"}
     assert kernels_in(text) == wanted

@@ -6,6 +6,7 @@ import pytest
 
 from rlt_jax.runtime.step_input import (
     PackedLayout,
+    mixed_layout,
     prompt_layout,
     row_layout,
     shared_prompt_layout,
@@ -17,6 +18,7 @@ F32, I32, U32 = np.float32, np.int32, np.uint32
 LAYOUTS = {
     "row": row_layout(3),
     "prompt": prompt_layout(16, 3),
+    "mixed": mixed_layout(2, 16, 3),
     "shared prompt": shared_prompt_layout(2, 16),
     "slot": slot_layout(4, 5),
     "one of each": PackedLayout((("f", (), F32), ("i", (1,), I32), ("u", (2, 3, 4), U32))),
@@ -78,6 +80,7 @@ def test_packed_is_one_flat_int32_array_in_the_order_of_the_fields(layout):
 def test_sizes_by_hand():
     assert row_layout(8).size == 5 * 8
     assert prompt_layout(100, 7).size == 4 * 7 + 100
+    assert mixed_layout(8, 100, 7).size == 3 * 8 + 6 * 7 + 100
     assert shared_prompt_layout(4, 16).size == 4 * 4 + 4 * 16
     assert slot_layout(8, 100).size == 8 * (1 + 100 + 1 + 1 + 1 + 2 + 1 + 1)
 
