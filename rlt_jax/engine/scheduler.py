@@ -1,4 +1,6 @@
-"""Which rows run next. Owns every request's progress and the block tables.
+"""The life of requests: admission, progress, results, ends. Owns their progress and block tables.
+
+Which rows run next is chosen in batching.py.
 
 schedule() -> SchedulerOutput -> (runner) -> RunnerOutput -> update(). Progress that needs no
 result is made when a batch is scheduled: sampled tokens stay on the device, so the next batch of a
@@ -7,7 +9,6 @@ signal is held until update() has it: without run_ahead that of its last loop, w
 loop before. So loop r + 2 never starts before the signal of loop r was applied.
 """
 
-import enum
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from rlt_jax.config import SchedulerConfig
+from rlt_jax.engine.batching import Batcher
 from rlt_jax.engine.exit_policy import ExitPolicy
 from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting
@@ -29,26 +31,11 @@ from rlt_jax.engine.slots import (
     RequestStage,
     Slots,
 )
-from rlt_jax.engine.types import (
-    SHARED_PREFILL_TOKENS,
-    Row,
-    Rows,
-    RunnerOutput,
-    SchedulerOutput,
-    SlotUpdate,
-    Stage,
-)
+from rlt_jax.engine.staging import Staging
+from rlt_jax.engine.types import Rows, RunnerOutput, SchedulerOutput, SlotUpdate, Stage
 from rlt_jax.validation import fail
 
 _HOTTEST = 1e30  # already uniform, and still a float32
-
-
-class _Phase(enum.Enum):
-    """no_refill: admit and prefill, run all loops (or one whole token), then sample everything."""
-
-    FILL = 0
-    CORE = 1
-    CODA = 2
 
 
 class Scheduler:
@@ -74,7 +61,6 @@ class Scheduler:
         self._tokens_per_dispatch = tokens_per_dispatch
         self._ahead = int(run_ahead)
         self._clock = clock
-        self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._waiting: deque[Request] = deque()
         self._by_id: dict[str, Request] = {}
         self._by_generation: dict[int, Request] = {}
@@ -107,13 +93,15 @@ class Scheduler:
         return RequestStage(self._slots.stage[request.slot])
 
     def stats(self) -> dict[str, int]:
-        """What is there now: all zero but the blocks when nothing runs."""
+        """What is there now: all zero but the blocks when nothing runs. staged: prompts with chunks
+        between their loops."""
         by_stage = np.bincount(self._slots.stage, minlength=len(RequestStage))
         named = ("PREFILL", "RECURRENT", "CODA", "HELD")
         return {
             "running": len(self._by_generation) - len(self._waiting),
             "waiting": len(self._waiting),
             **{name.lower(): int(by_stage[RequestStage[name]]) for name in named},
+            "staged": len(self._staging),
             "free_blocks": self._kv.free_blocks,
             "total_blocks": self._kv.total_blocks,
         }
@@ -152,8 +140,8 @@ class Scheduler:
 
     def fail(self, generations: Iterable[int], error: str) -> list[Request]:
         """Ends these requests with an error."""
-        failed = [self._by_generation[g] for g in generations if g in self._by_generation]
-        failed = [request for request in failed if not request.finished]
+        known = (self._by_generation.get(generation) for generation in dict.fromkeys(generations))
+        failed = [request for request in known if request is not None and not request.finished]
         for request in failed:
             request.error = error
             self._finish(request, "error")
@@ -182,108 +170,48 @@ class Scheduler:
 
     def _start_empty(self) -> None:
         """No request admitted: every slot and block free."""
-        self._slots = Slots(self._config.max_num_seqs)
+        config, full_depth = self._config, self._limits.full_depth
         self._kv.release_all()
-        self._prefills_since_decode = 0
-        self._phase = _Phase.FILL
+        self._slots = Slots(config.max_num_seqs)
+        # As many prompts as can have a whole chunk in one batch.
+        num_rings = config.max_num_batched_tokens // config.prefill_chunk_size
+        self._staging = Staging(num_rings, config.prefill_chunk_size, full_depth)
+        self._batcher = Batcher(
+            config,
+            full_depth,
+            self._tokens_per_dispatch,
+            self._slots,
+            self._staging,
+            shared=self._kv.geometry.planes == 1,
+        )
 
     def discard(self, batch: SchedulerOutput) -> None:
         """Forgets a batch that never reached the device."""
         self._land(batch)
 
-    # -- choosing a batch ------------------------------------------------------------------------
+    # -- making a batch --------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
         """The next batch, or None when nothing can run now."""
-        choose = self._choose_refill if self._config.mode == "refill" else self._choose_no_refill
-        stage = choose()
-        if stage is None:
+        self._admit()
+        choice = self._batcher.choose()
+        if choice is None:
             return None
-        slots, num_tokens = self._slots, 1
-        if stage is Stage.PREFILL:
-            rows = self._take_prompts()
-        else:
-            stage, slot_n = self._take(stage)
-            rows = self._decode_rows(slot_n, stage)
+        slots, stage, rows = self._slots, choice.stage, choice.rows
         slot_n = rows.slot
         samples = bool((slots.draws[slot_n] & (rows.exit_depth > 0)).any())
-        if stage is Stage.TOKENS and not samples:
-            n = self._tokens_per_dispatch
-            if (slots.max_tokens[slot_n] - slots.sampled[slot_n] >= n).all():
-                num_tokens = n
         new = slot_n[~slots.on_device[slot_n]].tolist()
         updates = tuple(self._slot_update(slots.request[slot]) for slot in new)
         slots.in_flight[slot_n] += 1
         slots.on_device[slot_n] = True
-        if stage is Stage.PREFILL:
-            self._progress_prompts(rows)
-            self._prefills_since_decode += 1
-        else:
-            self._progress(rows, stage, num_tokens)
-            if stage is not Stage.CODA:
-                self._prefills_since_decode = 0
+        if stage is Stage.PREFILL or stage is Stage.MIXED:
+            self._progress_prompts(rows, stage, choice.num_loops)
+        if stage is not Stage.PREFILL:
+            self._progress(rows, stage, choice.num_tokens)
         self._sequence += 1
-        return SchedulerOutput(self._sequence, stage, rows, updates, samples, num_tokens)
-
-    def _at(self, stage: int) -> np.ndarray:
-        return self._slots.stage == stage
-
-    def _choose_refill(self) -> Stage | None:
-        recurrent, coda = self._at(RECURRENT), self._at(CODA)
-        # Without the held rows a batch would stream the weights for a part of the rows only.
-        held = bool(self._at(HELD).any())
-        can_decode = not held and bool(recurrent.any() or coda.any())
-        coda_due = can_decode and self._enough_exits(recurrent, coda)
-        limit = self._config.max_prefill_batches_before_decode
-        if not (held or can_decode) or self._prefills_since_decode < limit:
-            self._admit()
-            if self._at(PREFILL).any():
-                return Stage.CODA if coda_due else Stage.PREFILL
-        if not can_decode:
-            return None
-        if coda_due:
-            return self._choose_coda(recurrent, coda)
-        return self._choose_loop(recurrent)
-
-    def _enough_exits(self, recurrent: np.ndarray, coda: np.ndarray) -> bool:
-        count = np.count_nonzero(coda)
-        if count >= self._config.min_coda_batch_size:
-            return True
-        # Whole tokens bring no row to the coda, nor do no rows at all: no use to wait for more.
-        return count > 0 and self._choose_loop(recurrent) is Stage.TOKENS
-
-    def _choose_coda(self, recurrent: np.ndarray, coda: np.ndarray) -> Stage:
-        """Rows that exit run their next loop in the same batch, unless whole tokens are next."""
-        slots = self._slots
-        going_on = coda & (slots.sampled + 1 < slots.max_tokens)
-        return Stage.CODA if slots.whole[going_on | recurrent].all() else Stage.BOUNDARY
-
-    def _choose_loop(self, recurrent: np.ndarray) -> Stage:
-        slots = self._slots
-        ready = slots.whole[recurrent].all() and not slots.depth[recurrent].any()
-        return Stage.TOKENS if ready else Stage.RECURRENT
-
-    def _choose_no_refill(self) -> Stage | None:
-        if self._at(HELD).any():
-            return None
-        for _ in range(len(_Phase) + 1):  # once around, from wherever it stands
-            if self._phase is _Phase.FILL:
-                self._admit()
-                if self._at(PREFILL).any():
-                    return Stage.PREFILL
-                self._phase = _Phase.CORE
-            if self._phase is _Phase.CORE:
-                recurrent = self._at(RECURRENT)
-                if recurrent.any():
-                    stage = self._choose_loop(recurrent)
-                    if stage is Stage.TOKENS:
-                        self._phase = _Phase.CODA
-                    return stage
-                self._phase = _Phase.CODA
-            if self._at(CODA).any():
-                return Stage.CODA
-            self._phase = _Phase.FILL
-        return None
+        return SchedulerOutput(
+            self._sequence, stage, rows, updates, samples, choice.num_tokens, choice.num_loops
+        )
 
     def _admit(self) -> None:
         """First come, first served, each with all the blocks it can ever need."""
@@ -296,85 +224,26 @@ class Scheduler:
             request.admitted = self._clock()
             self._slots.fill(request, self._policy, self._limits.full_depth)
 
-    def _take(self, stage: Stage) -> tuple[Stage, np.ndarray]:
-        """The slots of a decode batch, within the token budget; whoever waits longest comes first,
-        in whichever stage: where not all fit, none is passed over."""
-        slots = self._slots
-        recurrent, coda = self._at(RECURRENT), self._at(CODA)
-        if stage is Stage.CODA:
-            return stage, slots.oldest(coda, self._max_rows)
-        if stage is Stage.BOUNDARY:
-            slot_n = slots.oldest(coda | recurrent, self._max_rows)
-            if coda[slot_n].any():
-                return stage, slot_n
-            return Stage.RECURRENT, slot_n  # the rows that exit had to wait for older ones
-        if stage is Stage.RECURRENT and slots.whole[recurrent].all():
-            # Full-depth rows that are out of step meet at the start of a token.
-            recurrent &= slots.depth > 0
-        return stage, slots.oldest(recurrent, self._max_rows)
-
-    def _take_prompts(self) -> Rows:
-        slots, budget = self._slots, self._config.max_num_batched_tokens
-        rows: list[Row] = []
-        queue = slots.oldest(self._at(PREFILL), self._max_rows).tolist()[::-1]
-        while queue and budget > 0:
-            slot = queue.pop()
-            request, position = slots.request[slot], int(slots.position[slot])
-            size = min(self._config.prefill_chunk_size, budget)
-            if self._kv.geometry.planes == 1:
-                size = min(size, SHARED_PREFILL_TOKENS)
-            end = min(position + size, len(request.prompt))
-            rows.append(
-                Row(
-                    request.generation,
-                    slot,
-                    position,
-                    depth=self._limits.full_depth,
-                    size=end - position,
-                    tokens=request.prompt[position:end],
-                    ends_prompt=end == len(request.prompt),
-                )
-            )
-            budget -= end - position
-        return Rows.of(rows)
-
-    def _decode_rows(self, slot_n: np.ndarray, stage: Stage) -> Rows:
-        slots = self._slots
-        exits = slots.stage[slot_n] == CODA
-        sampled, none = slots.sampled[slot_n], np.zeros(len(slot_n), np.int32)
-        reads_gate = none > 0
-        if stage is Stage.TOKENS:
-            depth = exit_depth = none + self._limits.full_depth
+    def _progress_prompts(self, rows: Rows, stage: Stage, num_loops: int) -> None:
+        """What the prompt rows of a batch will have done."""
+        slots, full_depth = self._slots, self._limits.full_depth
+        prompts = rows.size > 0
+        slot_n, position_n, depth_n = (c[prompts] for c in (rows.slot, rows.position, rows.depth))
+        begins, ends = depth_n == 1, rows.ends_prompt[prompts]
+        if stage is Stage.PREFILL:
+            begins = depth_n > 0
         else:
-            exit_depth = np.where(exits, slots.exit_depth[slot_n], 0)
-            begins = (stage is Stage.BOUNDARY) & (sampled + 1 < slots.max_tokens[slot_n])
-            depth = np.where(exits, begins, slots.depth[slot_n] + 1)
-            # With no gate to read the first is behind the last.
-            reads_gate = (depth >= slots.first_gate[slot_n]) & (depth <= slots.last_gate[slot_n])
-        return Rows(
-            generation=slots.generation[slot_n],
-            slot=slot_n,
-            position=slots.position[slot_n],
-            depth=depth,
-            exit_depth=exit_depth,
-            output_index=sampled,
-            reads_gate=reads_gate,
-            ends_prompt=none > 0,
-            size=none,
-            window=none,
-        )
-
-    def _progress_prompts(self, rows: Rows) -> None:
-        slots = self._slots
-        for i, slot in enumerate(rows.slot.tolist()):
-            slots.position[slot] += len(rows.tokens[i])
-            if rows.ends_prompt[i]:
-                slots.position[slot] -= 1  # the last prompt position gives the first output
-                slots.depth[slot] = slots.exit_depth[slot] = rows.depth[i]
-        slots.enter(rows.slot, np.where(rows.ends_prompt, CODA, PREFILL))
+            ends = ends & (depth_n + num_loops > full_depth)
+            for slot, position in zip(slot_n.tolist(), position_n.tolist(), strict=True):
+                self._staging.advance(slot, position, num_loops)
+        slots.position[slot_n[begins]] = (position_n + rows.size[prompts])[begins]
+        ended = slot_n[ends]
+        slots.position[ended] -= 1  # the last prompt position gives the first output
+        slots.depth[ended] = slots.exit_depth[ended] = full_depth
+        slots.enter(slot_n, np.where(ends, CODA, PREFILL))
 
     def _progress(self, rows: Rows, stage: Stage, num_tokens: int) -> None:
-        """What scheduled rows will have done, as far as no result is needed to know."""
+        """What the decode rows of a batch will have done, as far as no result is needed to know."""
         slots = self._slots
         exits = rows.exit_depth > 0
         if exits.any():
@@ -387,8 +256,8 @@ class Scheduler:
             slots.start_token(going_on)
             if stage is Stage.CODA or stage is Stage.TOKENS:
                 slots.enter(going_on, RECURRENT)
-        if stage is Stage.RECURRENT or stage is Stage.BOUNDARY:
-            loops = rows.depth > 0
+        if stage is not Stage.CODA and stage is not Stage.TOKENS:
+            loops = (rows.depth > 0) & (rows.size == 0)
             slots.depth[rows.slot[loops]] = rows.depth[loops]
             self._route(rows.slot[loops])
 
@@ -437,7 +306,8 @@ class Scheduler:
         slots, slot_n = self._slots, batch.rows.slot
         slots.in_flight[slot_n] -= 1
         alive = slots.stage[slot_n] != ENDED
-        for slot in slot_n[~alive & (slots.in_flight[slot_n] == 0)].tolist():
+        # A prompt may have several rows in a batch.
+        for slot in set(slot_n[~alive & (slots.in_flight[slot_n] == 0)].tolist()):
             self._release(slots.request[slot])
         return alive
 
@@ -514,6 +384,7 @@ class Scheduler:
             del self._by_generation[request.generation]
             return
         self._slots.stage[request.slot] = ENDED
+        self._staging.drop(request.slot)
         if not self._slots.in_flight[request.slot]:
             self._release(request)
 

@@ -24,16 +24,17 @@ class RequestStage(enum.IntEnum):
 
 
 # Plain numbers, for the hundreds of comparisons of a step.
-PREFILL, RECURRENT, CODA, HELD, LAST, ENDED = map(int, list(RequestStage)[1:7])
+FREE, PREFILL, RECURRENT, CODA, HELD, LAST, ENDED = map(int, list(RequestStage)[:7])
 
 
 class Slots:
     """Progress is what is scheduled; it may run ahead of the results.
 
     stage: RequestStage. turn: the order in which requests came to their stages. request: who has
-    the slot. position: of the token being computed (in prefill, the next prompt token). depth:
-    loops that token has run. exit_depth: where it leaves, as far as is known. sampled: output
-    tokens, max_tokens of them in the end. remaining: probability that the token has not exited.
+    the slot. position: of the token being computed (in prefill, the next prompt token of which no
+    loop is scheduled). prompt_size: tokens of the prompt. depth: loops that the token has run.
+    exit_depth: where it leaves, as far as is known. sampled: output tokens, max_tokens of them in
+    the end. remaining: probability that the token has not exited.
     heard: the last loop whose signal was applied. first_gate .. last_gate: loops whose signal is
     read. replays: exits where it is told to. whole: every token runs to full depth.
     draws: samples at a temperature above 0. in_flight: batches submitted and not collected.
@@ -51,7 +52,7 @@ class Slots:
         self.min_loops, self.max_loops, self.first_gate, self.last_gate, self.heard = (
             np.zeros(count, np.int32) for _ in range(5)
         )
-        self.in_flight = np.zeros(count, np.int32)
+        self.in_flight, self.prompt_size = (np.zeros(count, np.int32) for _ in range(2))
         self.remaining, self.threshold = np.ones(count, np.float32), np.ones(count, np.float32)
         self.whole, self.draws, self.on_device, self.replays = (
             np.zeros(count, bool) for _ in range(4)
@@ -72,6 +73,7 @@ class Slots:
         for array in (self.position, self.depth, self.sampled, self.heard, self.in_flight):
             array[slot] = 0
         self.max_tokens[slot] = params.max_tokens
+        self.prompt_size[slot] = len(request.prompt)
         self.min_loops[slot], self.max_loops[slot] = bounds.min_loops, bounds.max_loops
         self.threshold[slot], self.replays[slot] = bounds.threshold, bounds.depths is not None
         self.first_gate[slot], self.last_gate[slot] = gates.start, gates.stop - 1

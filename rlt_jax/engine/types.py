@@ -87,6 +87,15 @@ class Rows(Sequence):
         }
         return cls(**columns, tokens=tuple(row.tokens for row in rows))
 
+    def followed_by(self, other: "Rows") -> "Rows":
+        """These rows, then the others."""
+        columns = {
+            field.name: np.concatenate([getattr(self, field.name), getattr(other, field.name)])
+            for field in dataclasses.fields(Row)
+            if field.name != "tokens"
+        }
+        return Rows(**columns, tokens=(self.tokens or ((),) * len(self)) + other.tokens)
+
     def __len__(self) -> int:
         return len(self.slot)
 

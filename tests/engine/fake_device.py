@@ -31,17 +31,22 @@ LETTERS = {
     Stage.CODA: "C",
     Stage.BOUNDARY: "B",
     Stage.TOKENS: "T",
+    Stage.MIXED: "M",
 }
 
 
 @dataclasses.dataclass
 class Progress:
-    """Of one request on the device: position of its token, loops that it has run, outputs."""
+    """Of one request on the device: position of its token, loops that it has run, outputs.
+
+    chunks: loops run by prompt chunks between their loops, and their window, by position.
+    """
 
     position: int = 0
     depth: int = 0
     sampled: int = 0
     left: bool = False
+    chunks: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
 class FakeDevice:
@@ -71,12 +76,16 @@ class FakeDevice:
 
     def submit(self, batch):
         assert batch.rows
-        assert len({row.generation for row in batch.rows}) == len(batch.rows)
+        decoding = [row.generation for row in batch.rows if not row.size]
+        prompts = {row.generation for row in batch.rows if row.size}
+        assert len({*decoding, *prompts}) == len(decoding) + len(prompts)
+        if batch.stage is not Stage.MIXED:
+            assert len(prompts) + len(decoding) == len(batch.rows)
         awaited = Counter(
             row.generation for other in self.in_flight for row in other.rows if row.reads_gate
         )
-        if batch.stage is not Stage.PREFILL:
-            assert all(awaited[row.generation] <= self._ahead for row in batch.rows)
+        if decoding:
+            assert all(awaited[generation] <= self._ahead for generation in decoding)
             assert self._alone or max(awaited.values(), default=0) <= self._ahead
         self.batches.append(batch)
         self.in_flight.append(batch)
@@ -93,7 +102,7 @@ class FakeDevice:
         self.in_flight.clear()
 
     def stages(self) -> str:
-        """One letter per batch: P prefill, R recurrent, C coda, B boundary, T tokens."""
+        """One letter per batch: P prefill, R recurrent, C coda, B boundary, T tokens, M mixed."""
         return "".join(LETTERS[batch.stage] for batch in self.batches)
 
     def of(self, stage: Stage) -> list[SchedulerOutput]:
@@ -101,7 +110,10 @@ class FakeDevice:
 
     def _run(self, batch: SchedulerOutput, row: Row) -> RowResult:
         at = self._progress.setdefault(row.generation, Progress())
-        assert row.position == at.position
+        if batch.stage is Stage.MIXED and row.size:
+            self._run_chunk(row, at, batch.num_loops)
+            return RowResult(row.generation, row.position, row.depth)
+        assert row.position == at.position and not at.chunks
         tokens, hazard, leaves = [], None, None
         if batch.stage is Stage.PREFILL:
             assert row.tokens and row.depth == FULL_DEPTH and not row.exit_depth
@@ -113,7 +125,8 @@ class FakeDevice:
             tokens = [self._sample(row, at, i) for i in range(batch.num_tokens)]
         else:
             assert row.exit_depth or row.depth
-            assert not row.exit_depth or batch.stage is not Stage.RECURRENT
+            assert not row.exit_depth or batch.stage in (Stage.CODA, Stage.BOUNDARY)
+            assert batch.num_loops == 1
             assert not row.depth or batch.stage is not Stage.CODA
             if row.exit_depth:
                 assert row.exit_depth == at.depth
@@ -133,6 +146,23 @@ class FakeDevice:
             exit_probability=hazard if row.reads_gate else None,
             leaves=leaves if row.reads_gate else None,
         )
+
+    def _run_chunk(self, row: Row, at: Progress, num_loops: int) -> None:
+        assert not (row.exit_depth or row.reads_gate)
+        assert row.depth + num_loops - 1 <= FULL_DEPTH
+        if row.depth == 1:
+            assert row.position == at.position and len(row.tokens) == row.size
+            at.position += row.size
+        else:
+            assert not row.tokens and at.chunks[row.position] == (row.depth - 1, row.window)
+        at.chunks[row.position] = (row.depth + num_loops - 1, row.window)
+        loops = [depth for _, (depth, _) in sorted(at.chunks.items())]
+        assert loops == sorted(set(loops), reverse=True)  # none has caught up with the one before
+        if loops[0] == FULL_DEPTH:
+            assert not row.ends_prompt or len(loops) == 1
+            del at.chunks[min(at.chunks)]
+            if row.ends_prompt:
+                at.position, at.depth = at.position - 1, FULL_DEPTH
 
     def _sample(self, row: Row, at: Progress, i: int) -> int:
         """The coda: one output token, after which the next position begins."""

@@ -173,6 +173,8 @@ class SimulatedDevice:
         self._cache = np.zeros(
             (self.limits.planes, self.limits.num_pages * self.limits.block_size), np.int64
         )
+        # What tells a prompt token's hidden state from all others: its mark and its loops.
+        self._window = np.zeros(FULL_DEPTH * self.limits.max_prompt_tokens, np.int64)
         self._stream: deque[Ticket] = deque()  # submitted, not run
         self._uncollected: list[Ticket] = []
 
@@ -248,8 +250,12 @@ class SimulatedDevice:
     def _check_size(self, batch: SchedulerOutput) -> None:
         limits, rows = self.limits, batch.rows
         assert len(rows), "an empty batch"
-        assert len(set(rows.slot.tolist())) == len(rows), "two rows of one slot"
-        assert len(set(rows.generation.tolist())) == len(rows), "two rows of one request"
+        if batch.stage is Stage.MIXED:
+            self._check_mixed_size(batch)
+        else:
+            assert len(set(rows.slot.tolist())) == len(rows), "two rows of one slot"
+            assert len(set(rows.generation.tolist())) == len(rows), "two rows of one request"
+            assert batch.num_loops == 1
         assert rows.slot.min() >= 0 and rows.slot.max() < limits.num_slots
         assert batch.has_coda == (batch.stage in (Stage.CODA, Stage.BOUNDARY, Stage.TOKENS))
         if batch.stage is Stage.PREFILL:
@@ -258,12 +264,29 @@ class SimulatedDevice:
                 chunk = min(chunk, SHARED_PREFILL_TOKENS)
             assert all(0 < len(tokens) <= chunk for tokens in rows.tokens)
             assert sum(map(len, rows.tokens)) <= limits.max_prompt_tokens
-        else:
+        elif batch.stage is not Stage.MIXED:
             assert len(rows) <= limits.max_rows
         if batch.num_tokens != 1:
             assert batch.num_tokens == limits.tokens_per_dispatch
             assert batch.stage is Stage.TOKENS and not batch.samples
             self.events["several tokens in a dispatch"] += 1
+
+    def _check_mixed_size(self, batch: SchedulerOutput) -> None:
+        limits, rows, events = self.limits, batch.rows, self.events
+        decoding = int(np.count_nonzero(rows.size == 0))
+        assert not rows.size[:decoding].any(), "decode rows come first"
+        assert decoding <= limits.max_rows and decoding < len(rows)
+        assert decoding + rows.size.sum() <= limits.max_prompt_tokens, "beyond the token budget"
+        assert rows.size.max() <= limits.chunk
+        assert not decoding or batch.num_loops == 1, "decode rows decide after every loop"
+        prompts = set(rows.slot[decoding:].tolist())
+        assert len({*rows.slot[:decoding].tolist(), *prompts}) == decoding + len(prompts)
+        window = [row.window + i for row in rows for i in range(row.size)]
+        assert len(set(window)) == len(window), "two chunks in one place"
+        assert min(window) >= 0 and max(window) < len(self._window)
+        events["prompts beside decode rows"] += decoding > 0
+        events["several loops in a dispatch"] += batch.num_loops > 1
+        events["chunks side by side"] += len(prompts) < len(rows) - decoding
 
     def _set_slots(self, batch: SchedulerOutput) -> None:
         rows = batch.rows
@@ -321,30 +344,75 @@ class SimulatedDevice:
         run = {Stage.PREFILL: self._prefill, Stage.TOKENS: self._whole_tokens}
         run_row = run.get(ticket.batch.stage, self._decode)
         batch = ticket.batch
-        rows = [
-            run_row(batch, row, slot) for row, slot in zip(batch.rows, ticket.slots, strict=True)
-        ]
+        pairs = list(zip(batch.rows, ticket.slots, strict=True))
+        if batch.stage is Stage.MIXED:
+            self._chunks([pair for pair in pairs if pair[0].size], batch.num_loops)
+            run_row = self._decode_or_chunk
+        rows = [run_row(batch, row, slot) for row, slot in pairs]
         ticket.output = RunnerOutput(batch.sequence, batch.stage, as_columns(batch, rows))
 
     def _prefill(self, batch: SchedulerOutput, row: Row, slot: Slot) -> RowResult:
         assert not slot.prompt_ended and row.position == slot.position
         assert row.depth == FULL_DEPTH and not (row.exit_depth or row.reads_gate)
         start, end = row.position, row.position + len(row.tokens)
-        assert end <= slot.cells.size
         for depth in range(1, self.limits.planes + 1):
-            self._read_history(slot, start, depth)
+            self._read_prompt(slot, start, depth)
+        self._read_tokens(row, slot)
         for position in range(start, end):
             self._keep(slot, position, FULL_DEPTH)
+        if row.ends_prompt:
+            for depth in range(1, FULL_DEPTH + 1):
+                slot.hidden = loop(slot.hidden, depth)
+            self._end_prompt(slot)
+        return RowResult(row.generation, row.position, row.depth)
+
+    def _chunks(self, pairs: list[tuple[Row, Slot]], num_loops: int) -> None:
+        """Loops of prompt chunks: within one, all read before any writes."""
+        for ahead in range(num_loops):
+            for row, slot in pairs:
+                self._read_chunk(row, slot, row.depth + ahead)
+            for row, slot in pairs:
+                self._write_chunk(row, slot, row.depth + ahead)
+
+    def _read_chunk(self, row: Row, slot: Slot, depth: int) -> None:
+        assert not slot.prompt_ended and 1 <= depth <= FULL_DEPTH == self.limits.planes
+        assert not (row.exit_depth or row.reads_gate)
+        assert bool(row.tokens) == (row.depth == 1), "tokens go with the first loop"
+        if depth == 1:
+            assert row.position == slot.position and len(row.tokens) == row.size
+            self._read_tokens(row, slot)
+        else:
+            found = self._window[row.window : row.window + row.size]
+            expected = slot.marks[row.position : row.position + row.size] + depth - 1
+            assert (found == expected).all(), "the window has other hidden states"
+        self._read_prompt(slot, row.position, depth)
+
+    def _write_chunk(self, row: Row, slot: Slot, depth: int) -> None:
+        place = slice(row.position, row.position + row.size)
+        written = slot.marks[place] + depth
+        self._window[row.window : row.window + row.size] = written
+        self._cache[depth - 1, slot.cells[place]] = slot.history[depth - 1, place] = written
+        if row.ends_prompt:
+            slot.hidden = loop(slot.hidden, depth)
+            if depth == FULL_DEPTH:
+                self._end_prompt(slot)
+
+    def _read_tokens(self, row: Row, slot: Slot) -> None:
         for token in row.tokens:
             slot.text = read_prompt(slot.text, token)
-        slot.position = end
+        slot.position = row.position + len(row.tokens)
+        assert slot.position <= slot.cells.size
         if row.ends_prompt:
-            slot.prompt_ended = True
-            slot.position = end - 1
-            slot.hidden = prelude(slot.text, slot.position, row.tokens[-1])
-            for slot.depth in range(1, FULL_DEPTH + 1):
-                slot.hidden = loop(slot.hidden, slot.depth)
-        return RowResult(row.generation, row.position, row.depth)
+            slot.hidden = prelude(slot.text, slot.position - 1, row.tokens[-1])
+
+    def _end_prompt(self, slot: Slot) -> None:
+        slot.prompt_ended, slot.depth = True, FULL_DEPTH
+        slot.position -= 1
+
+    def _decode_or_chunk(self, batch: SchedulerOutput, row: Row, slot: Slot) -> RowResult:
+        if row.size:
+            return RowResult(row.generation, row.position, row.depth)
+        return self._decode(batch, row, slot)
 
     def _whole_tokens(self, batch: SchedulerOutput, row: Row, slot: Slot) -> RowResult:
         assert row.position == slot.position and slot.depth == 0
@@ -360,7 +428,7 @@ class SimulatedDevice:
 
     def _decode(self, batch: SchedulerOutput, row: Row, slot: Slot) -> RowResult:
         assert row.position == slot.position and (row.exit_depth or row.depth)
-        assert not (row.exit_depth and batch.stage is Stage.RECURRENT)
+        assert not (row.exit_depth and batch.stage in (Stage.RECURRENT, Stage.MIXED))
         assert not (row.depth and batch.stage is Stage.CODA)
         assert row.depth or not row.reads_gate
         tokens: tuple[int, ...] = ()
@@ -431,6 +499,12 @@ class SimulatedDevice:
         plane = self._plane(depth)
         found = self._cache[plane, slot.cells[:end]]
         assert (found == slot.history[plane, :end]).all(), "history is not what was written"
+
+    def _read_prompt(self, slot: Slot, end: int, depth: int) -> None:
+        """A chunk reads the prompt before it, which has run this loop, or all of them."""
+        expected = slot.marks[:end] + (depth if self.limits.planes > 1 else FULL_DEPTH)
+        found = self._cache[self._plane(depth), slot.cells[:end]]
+        assert (found == expected).all(), "the prompt before it has not run this loop"
 
 
 _DEPTHS = np.arange(1, FULL_DEPTH + 1)

@@ -120,6 +120,9 @@ def make_workload(choices: Choices) -> Workload:
     elif choices.chance(20):
         num_pages = pages[len(pages) // 2]  # and some never
     max_batched_tokens = choices.integer(1, 64)
+    mode = choices.one_of(
+        ("refill", "no_refill", "mixed") if planes > 1 else ("refill", "no_refill")
+    )
     exit_mode = choices.one_of(tuple(EXIT_MODES))
     device_decides = choices.chance(50)
     may_run_ahead = device_decides or EXIT_MODES[exit_mode].host_may_run_ahead
@@ -130,10 +133,11 @@ def make_workload(choices: Choices) -> Workload:
         scheduling=SchedulerConfig(
             max_num_seqs=choices.integer(1, 16),
             max_num_batched_tokens=max_batched_tokens,
-            mode=choices.one_of(("refill", "no_refill")),
+            mode=mode,
             prefill_chunk_size=choices.one_of((None, choices.integer(1, max_batched_tokens))),
             max_prefill_batches_before_decode=choices.integer(1, 3),
             min_coda_batch_size=choices.integer(1, 5),
+            wavefront_chunked_prefill=planes > 1 and mode != "no_refill" and choices.chance(40),
         ),
         num_pages=num_pages,
         planes=planes,
@@ -283,7 +287,8 @@ class Simulation:
 
     def run(self) -> Counter:
         """Steps until everything has ended."""
-        work = sum(len(a.prompt) + a.params.max_tokens * (FULL_DEPTH + 1) for a in self._asks)
+        tokens = sum(len(ask.prompt) + ask.params.max_tokens for ask in self._asks)
+        work = tokens * (FULL_DEPTH + 1)  # each loop and coda alone
         arrivals = max(ask.arrives for ask in self._asks)
         failures = 2 * len(self.workload.failures)
         for step in range(work + arrivals + failures + len(self._asks) + 1):
@@ -405,6 +410,7 @@ class Simulation:
         assert used or not stats["running"]
         assert len(tables) <= stats["running"] <= workload.scheduling.max_num_seqs
         assert stats["prefill"] + stats["recurrent"] + stats["coda"] <= stats["running"]
+        assert stats["staged"] <= stats["prefill"]
         assert 0 <= stats["waiting"] <= len(self._live) or self._raised
         self.events["waiting for a slot or blocks"] += stats["waiting"] > 0
 

@@ -5,10 +5,12 @@ import sys
 
 import pytest
 
+from rlt_jax.engine.batching import Batcher
 from rlt_jax.engine.core import EngineCore
 from rlt_jax.engine.kv_accounting import KVAccounting
 from rlt_jax.engine.scheduler import Scheduler
 from rlt_jax.engine.slots import Slots
+from rlt_jax.engine.staging import Staging
 from rlt_jax.engine.types import DeviceLostError
 from rlt_jax.sampling_params import SamplingParams
 from tests.engine.fake_device import FakeDevice, assert_empty, fake_engine, run
@@ -19,16 +21,7 @@ STEP_FUNCTIONS = [
     EngineCore._collect_oldest,
     EngineCore._tell,
     Scheduler.schedule,
-    Scheduler._choose_refill,
-    Scheduler._choose_no_refill,
-    Scheduler._enough_exits,
-    Scheduler._choose_coda,
-    Scheduler._choose_loop,
-    Scheduler._at,
     Scheduler._admit,
-    Scheduler._take,
-    Scheduler._take_prompts,
-    Scheduler._decode_rows,
     Scheduler._progress,
     Scheduler._progress_prompts,
     Scheduler._route,
@@ -39,6 +32,31 @@ STEP_FUNCTIONS = [
     Scheduler._land,
     Scheduler._finish,
     Scheduler._release,
+    Batcher.choose,
+    Batcher._at,
+    Batcher._choose_refill,
+    Batcher._choose_mixed,
+    Batcher._choose_no_refill,
+    Batcher._may_prefill,
+    Batcher._enough_exits,
+    Batcher._choose_coda,
+    Batcher._choose_loop,
+    Batcher._decode,
+    Batcher._take,
+    Batcher._tokens_at_once,
+    Batcher._decode_rows,
+    Batcher._prompts,
+    Batcher._whole_chunks,
+    Batcher._chunks,
+    Batcher._side_by_side,
+    Batcher._largest_new_chunk,
+    Batcher._next_part,
+    Batcher._prompt_row,
+    Staging.chunks_of,
+    Staging.has_ring,
+    Staging.start,
+    Staging.advance,
+    Staging.drop,
     Slots.fill,
     Slots.free,
     Slots.enter,
@@ -48,17 +66,19 @@ STEP_FUNCTIONS = [
     KVAccounting.release,
 ]
 STEP_CODE = {function.__code__ for function in STEP_FUNCTIONS}
+CHOICES = (Scheduler, Batcher, Staging)
 CLEAN_UP = {"abort", "fail", "fail_running", "discard", "_start_empty"}
 QUESTIONS = {"__init__", "kv", "has_unfinished_requests", "block_tables", "stats", "totals"}
-QUESTIONS |= {"add", "find", "stage_of"}
+QUESTIONS |= {"add", "find", "stage_of", "__len__"}
 
 interrupted_lines = set()  # (function, line) of all runs below
 
 
 def test_the_functions_of_the_scheduler_are_all_known():
-    functions = inspect.getmembers(Scheduler, inspect.isfunction)
-    known = {function.__name__ for function in STEP_FUNCTIONS}
-    assert {name for name, _ in functions} <= known | CLEAN_UP | QUESTIONS
+    for owner in CHOICES:
+        functions = dict(inspect.getmembers(owner, inspect.isfunction))
+        known = {f.__name__ for f in STEP_FUNCTIONS if f.__module__ == owner.__module__}
+        assert functions.keys() <= known | CLEAN_UP | QUESTIONS
 
 
 @pytest.mark.parametrize(
@@ -69,6 +89,14 @@ def test_the_functions_of_the_scheduler_are_all_known():
         {"mode": "refill", "max_in_flight": 2, "tokens_per_dispatch": 4},
         {"mode": "no_refill", "max_in_flight": 2, "planes": 1},
         {"mode": "refill", "max_in_flight": 2, "run_ahead": True},
+        {"mode": "mixed", "max_in_flight": 2},
+        {"mode": "refill", "max_in_flight": 2, "wavefront_chunked_prefill": True},
+        {
+            "mode": "mixed",
+            "max_in_flight": 2,
+            "max_num_batched_tokens": 1,
+            "wavefront_chunked_prefill": True,
+        },
     ],
     ids=str,
 )
@@ -141,7 +169,8 @@ def run_interrupted(options, interrupted_at):
 
 def test_the_interrupts_above_came_at_every_line():
     missed = {}
-    for function in (one for one in STEP_FUNCTIONS if one.__module__ == Scheduler.__module__):
+    modules = {owner.__module__ for owner in CHOICES}
+    for function in (one for one in STEP_FUNCTIONS if one.__module__ in modules):
         source, first = inspect.getsourcelines(function)
         for _, _, line in function.__code__.co_lines():
             if line is None or line == first or (function.__code__, line) in interrupted_lines:
