@@ -132,7 +132,7 @@ def test_in_steady_state_the_next_batch_is_submitted_before_the_last_one_is_done
 
 
 @pytest.mark.parametrize(
-    "kind", [Kind.PREFILL, Kind.RECURRENT, Kind.BOUNDARY_GREEDY, Kind.TOKEN_GREEDY]
+    "kind", [Kind.PREFILL, Kind.RECURRENT, Kind.MIXED, Kind.BOUNDARY_GREEDY, Kind.TOKEN_GREEDY]
 )
 def test_temporaries_do_not_depend_on_the_pool(kind):
     """Invariant 2 for the kernels that write in place."""
@@ -140,8 +140,7 @@ def test_temporaries_do_not_depend_on_the_pool(kind):
     sizes = []
     for pages in (64, 256):
         shape = dataclasses.replace(spec.shape, num_pages=pages)
-        one = Programs(
-            dataclasses.replace(spec, shape=shape), Buckets((4,), (16,)), jax.devices()[0]
-        )
+        buckets = Buckets((4,), (16,), mixed=True)
+        one = Programs(dataclasses.replace(spec, shape=shape), buckets, jax.devices()[0])
         sizes.append(one.get(kind, one.buckets.of(kind)[0]).memory_analysis().temp_size_in_bytes)
     assert sizes[0] == sizes[1]
