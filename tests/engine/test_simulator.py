@@ -12,9 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlt_jax.engine.batching import Batcher
 from rlt_jax.engine.core import EngineCore
 from rlt_jax.engine.kv_accounting import KVAccounting
 from rlt_jax.engine.scheduler import Scheduler
+from rlt_jax.engine.staging import Staging
 from rlt_jax.engine.types import Stage
 from rlt_jax.sampling_params import SamplingParams
 from tests.engine.simulated_device import FAILURES, FULL_DEPTH, SimulatedDevice
@@ -173,6 +175,18 @@ def without_first_token(output):
     return dataclasses.replace(output, token_ids=output.token_ids[1:])
 
 
+def first_ring(self, slot, part, start=Staging.start):
+    return start(self, slot, part) % (FULL_DEPTH * self._chunk_size)
+
+
+def full_budget(self, budget, chunks=Batcher._chunks):
+    return chunks(self, self._config.max_num_batched_tokens)
+
+
+def last_chunk_alone(self, budget, chunks=Batcher._chunks):
+    return chunks(self, budget)[-1:]
+
+
 FAULTS = {
     "two requests have the same pages": replaced(
         KVAccounting, "table", lambda self, owner: tuple(range(self.geometry.num_pages))
@@ -193,6 +207,25 @@ FAULTS = {
     "a coda comes a loop early": altered_rows(Stage.CODA, exit_depth=lambda depth: depth - 1),
     "another slot": altered_rows(Stage.BOUNDARY, slot=np.flip),
     "a wrong output index": altered_rows(Stage.TOKENS, output_index=lambda index: index + 1),
+    "all chunks lie in one place of the window": altered_rows(Stage.MIXED, window=np.zeros_like),
+    "chunks lie a row further each loop": altered_rows(
+        Stage.MIXED, window=lambda window: window + 1
+    ),
+    "a chunk leaves out a loop": altered_rows(
+        Stage.MIXED, depth=lambda depth: np.minimum(depth + 1, FULL_DEPTH)
+    ),
+    "a chunk runs on past the full depth": altered_batch(
+        lambda batch: (
+            dataclasses.replace(batch, num_loops=1 + batch.num_loops % FULL_DEPTH)
+            if batch.stage is Stage.MIXED
+            else batch
+        )
+    ),
+    "staged prompts do not end": altered_rows(Stage.MIXED, ends_prompt=np.zeros_like),
+    "rings are given to two prompts": replaced(Staging, "start", first_ring),
+    "rings do not come back": replaced(Staging, "drop", lambda *_: None),
+    "prompts ignore the decode rows beside them": replaced(Batcher, "_chunks", full_budget),
+    "a chunk catches up with the one before it": replaced(Batcher, "_chunks", last_chunk_alone),
     "outputs are told twice": altered_outputs(lambda outputs: [*outputs, *outputs]),
     "ends are not told": altered_outputs(lambda outputs: [o for o in outputs if not o.finished]),
     "a token is lost": altered_outputs(lambda outputs: list(map(without_first_token, outputs))),
