@@ -17,7 +17,7 @@ def prepare(kv: PagedKV, batch: RowBatch, kernels: Kernels = REFERENCE) -> Paged
     if kernels.decode == "triton":
         from rlt_jax.kernels.paged_decode import triton
 
-        return kv.replace(scratch=triton.make_arrivals(kv, batch))
+        return kv.replace(scratch=triton.make_sharing(kv, batch))
     if kernels.decode == "mosaic":
         from rlt_jax.kernels.paged_decode import mosaic
 

@@ -7,7 +7,7 @@ which one handles which split, and how many there are, never shows in the result
 the same in any company.
 """
 
-import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +29,31 @@ from rlt_jax.kernels.paged_kv import PagedKV, RowBatch
 DEFAULT = DecodeConfig()
 
 
+class Sharing(NamedTuple):
+    """Where rows have several programs. filled: int32 [1], rows up to the last valid one.
+    arrivals_rk: int32 [r, k], programs that have finished a row and head, zero between calls."""
+
+    filled: jax.Array
+    arrivals_rk: jax.Array
+
+
+def make_sharing(kv: PagedKV, batch: RowBatch, config=DEFAULT) -> Sharing | None:
+    """None where each row has one program."""
+    rows = batch.positions_r.shape[0]
+    if config.columns(rows, kv.kv_heads) == rows:
+        return None
+    number_r = jnp.where(batch.valid_r, jnp.arange(1, rows + 1, dtype=jnp.int32), 0)
+    filled = jnp.max(number_r, keepdims=True, initial=0)
+    return Sharing(filled, jnp.zeros((rows, kv.kv_heads), jnp.int32))
+
+
 def paged_decode(q_rhx, kv: PagedKV, layer, batch: RowBatch, interpret, config=DEFAULT):
     rows, heads, _ = q_rhx.shape
     if rows == 0:
         return q_rhx
     shape = Shape.of(kv, batch, heads, q_rhx.dtype, config)
-    operands = (*_batch_operands(layer, batch), q_rhx, kv.pool, make_arrivals(kv, batch))
-    return _call(paged_decode_splits, shape, rows, operands, interpret)[0]
+    sharing = make_sharing(kv, batch, config)
+    return _call(_decode, shape, layer, batch, (q_rhx,), kv.pool, sharing, interpret)[0]
 
 
 def write_and_decode(
@@ -46,124 +64,89 @@ def write_and_decode(
     if rows == 0:
         return jnp.zeros((0, heads, head_dim), qkv_rcx.dtype), kv
     shape = Shape.of(kv, batch, heads, qkv_rcx.dtype, config)
-    shared = kv.scratch is not None
-    arrivals_rk = kv.scratch if shared else make_arrivals(kv, batch)
-    operands = (*_batch_operands(layer, batch), qkv_rcx, cos_ry, sin_ry, kv.pool, arrivals_rk)
-    out_rhx, *_, arrivals_rk, pool = _call(
-        write_and_decode_splits, shape, rows, operands, interpret, writes=True
+    sharing = kv.scratch or make_sharing(kv, batch, config)
+    inputs = (qkv_rcx, cos_ry, sin_ry)
+    out_rhx, pool, sharing = _call(
+        _write_and_decode, shape, layer, batch, inputs, kv.pool, sharing, interpret
     )
-    return out_rhx, kv.replace(pool=pool, scratch=arrivals_rk if shared else None)
+    return out_rhx, kv.replace(pool=pool, scratch=sharing if kv.scratch else None)
 
 
-def make_arrivals(kv: PagedKV, batch: RowBatch) -> jax.Array:
-    """Counters of the programs that have finished a row and head, zero between calls."""
-    return jnp.zeros((batch.positions_r.shape[0], kv.kv_heads), jnp.int32)
-
-
-def _batch_operands(layer, batch: RowBatch):
-    layer = jnp.reshape(layer, (1,))
-    return layer, batch.tables_rp, batch.positions_r, batch.depths_r, batch.valid_r
-
-
-def _call(body, shape: Shape, rows, operands, interpret, writes=False):
-    """Runs `body` for each row, K/V head and lane. Returns (out_rhx, ...[, pool])."""
-    config, splits = shape.config, shape.max_splits
-    lanes = config.lanes(rows, shape.kv_heads, splits)
-    out = jax.ShapeDtypeStruct((rows, shape.heads, shape.head_dim), shape.q_dtype)
+def _call(body, shape: Shape, layer, batch: RowBatch, inputs, pool, sharing, interpret):
+    """Runs `body` for each K/V head, row and lane: (out_rhx, the pool and sharing after it)."""
+    config, rows = shape.config, batch.positions_r.shape[0]
+    row_operands = (batch.tables_rp, batch.positions_r, batch.depths_r, batch.valid_r)
+    operands = (jnp.reshape(layer, (1,)), *row_operands, *inputs, pool, *(sharing or ()))
     parts = [
-        jax.ShapeDtypeStruct((rows, splits, shape.heads, *width), jnp.float32)
+        jax.ShapeDtypeStruct((rows, shape.max_parts, shape.heads, *width), jnp.float32)
         for width in ((shape.width,), (), ())
     ]
-    pool, arrivals = operands[-2:]
-    outs = [out, *parts, jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype)]
-    aliases = {len(operands) - 1: len(outs) - 1}
-    if writes:
-        aliases[len(operands) - 2] = len(outs)
-        outs.append(jax.ShapeDtypeStruct(pool.shape, pool.dtype))
-    return triton_call(
-        functools.partial(body, shape=shape, lanes=lanes, interpret=interpret),
-        # The heads of a page lie side by side; lanes without a split come last.
-        grid=(shape.kv_heads, rows, lanes),
+    outs = [jax.ShapeDtypeStruct((rows, shape.heads, shape.head_dim), shape.q_dtype), *parts]
+    aliases = {}
+    pool_at, arrivals_at = len(operands) - (3 if sharing else 1), len(operands) - 1
+    for at in (pool_at,) * (body is _write_and_decode) + (arrivals_at,) * bool(sharing):
+        aliases[at] = len(outs)
+        outs.append(jax.ShapeDtypeStruct(operands[at].shape, operands[at].dtype))
+
+    def kernel(*refs):
+        refs, out_refs = list(refs[: len(operands)]), refs[len(operands) :]
+        filled_ref = refs.pop(-2) if sharing else None
+        *refs, pool_ref = refs[: pool_at + 1]
+        row = Row(shape, refs[:5], filled_ref, own_apart=body is _write_and_decode)
+        out_ref, part_refs, written_refs = out_refs[0], out_refs[1:4], out_refs[4:]
+
+        @pl.when(row.lane < row.parts)
+        def _():
+            body(row, refs[5:], pool_ref, part_refs, written_refs[0] if written_refs else None)
+            _finish(row, part_refs, written_refs[-1] if sharing else None, out_ref, interpret)
+
+        _finish_empty(row, out_ref)
+
+    out_rhx, *_ = results = triton_call(
+        kernel,
+        # The heads of a page lie side by side.
+        grid=(shape.kv_heads, config.columns(rows, shape.kv_heads)),
         out_shape=outs,
         in_specs=[WHOLE] * len(operands),
         out_specs=[WHOLE] * len(outs),
         num_warps=config.num_warps,
         num_stages=config.num_stages if shape.uses_dot else 1,
         interpret=interpret,
-        name=body.__name__,
+        name=body.__name__[1:],
         input_output_aliases=aliases,
     )(*operands)
+    written = dict(zip(aliases, results[4:]))
+    sharing = sharing and sharing._replace(arrivals_rk=written[arrivals_at])
+    return out_rhx, written.get(pool_at), sharing
 
 
-def paged_decode_splits(
-    layer_ref,
-    tables_ref,
-    positions_ref,
-    depths_ref,
-    valid_ref,
-    q_ref,
-    pool_ref,
-    _,
-    out_ref,
-    *work_refs,
-    shape,
-    lanes,
-    interpret,
-):
-    *part_refs, arrivals_ref = work_refs
-    row = Row(shape, layer_ref, tables_ref, positions_ref, depths_ref, valid_ref)
+def _decode(row: Row, input_refs, pool_ref, part_refs, _):
+    (q_ref,) = input_refs
 
     def load_q(heads, at_x, mask):
         return load(q_ref.at[row.row, heads, at_x], mask=mask, other=0).astype(jnp.float32)
 
-    @pl.when(row.lane < row.splits)
-    def _():
-        attend_lane(row, attention(row, pool_ref, load_q), lanes, row.length, None, part_refs)
-        _finish(row, lanes, part_refs, arrivals_ref, out_ref, interpret)
-
-    _finish_empty(row, out_ref)
+    attend_lane(row, attention(row, pool_ref, load_q), part_refs)
 
 
-def write_and_decode_splits(
-    layer_ref,
-    tables_ref,
-    positions_ref,
-    depths_ref,
-    valid_ref,
-    qkv_ref,
-    cos_ref,
-    sin_ref,
-    pool_in_ref,
-    _,
-    out_ref,
-    *work_refs,
-    shape,
-    lanes,
-    interpret,
-):
-    """As above, but the row's own token comes from its projection, never from the pool."""
-    *part_refs, arrivals_ref, pool_ref = work_refs
-    row = Row(shape, layer_ref, tables_ref, positions_ref, depths_ref, valid_ref)
+def _write_and_decode(row: Row, input_refs, pool_ref, part_refs, written_pool_ref):
+    """The row's own token comes from its projection, never from the pool."""
+    qkv_ref, cos_ref, sin_ref = input_refs
 
     def load_q(heads, at_x, mask):
-        return load_rotated(qkv_ref, cos_ref, sin_ref, row.row, heads, at_x, shape.head_dim, mask)
+        return load_rotated(
+            qkv_ref, cos_ref, sin_ref, row.row, heads, at_x, row.shape.head_dim, mask
+        )
 
-    @pl.when(row.lane < row.splits)
+    attends = attention(row, pool_ref, load_q)
+
+    @pl.when(lax.rem(row.splits, jnp.int32(row.lanes)) == row.lane)
     def _():
-        attends = attention(row, pool_in_ref, load_q)
         own_kv = _own_token(row, qkv_ref, load_q)
-        own_entry, own_offset = row.shape.divide_by_page(row.position)
-        own_page = row.physical_page(row.tables_ref[row.row, own_entry])
-        own_state = attends.one_token(*own_kv)
-        attend_lane(row, attends, lanes, row.position, own_state, part_refs)
+        attends.store(attends.one_token(*own_kv), row.splits, part_refs)
+        _write(row, written_pool_ref, own_kv)
 
-        @pl.when(lax.rem(row.splits - 1, jnp.int32(lanes)) == row.lane)
-        def _():
-            _write(row, pool_ref, (own_page, own_offset), own_kv)
-
-        _finish(row, lanes, part_refs, arrivals_ref, out_ref, interpret)
-
-    _finish_empty(row, out_ref)
+    attend_lane(row, attends, part_refs)
 
 
 def _own_token(row: Row, qkv_ref, load_rotated_head):
@@ -177,30 +160,37 @@ def _own_token(row: Row, qkv_ref, load_rotated_head):
     return tuple(a.astype(shape.q_dtype).astype(shape.kv_dtype) for a in (k_x, v_x))
 
 
-def _write(row: Row, pool_ref, own_place, own_kv):
-    page, offset = own_place
+def _write(row: Row, pool_ref, own_kv):
+    entry, offset = row.shape.divide_by_page(row.position)
+    page = row.pages(entry)
     at_x = jnp.arange(row.shape.width)
     for side, own_x in enumerate(own_kv):
         place = pool_ref.at[row.layer, page, side, row.kv_head, offset, at_x]
         store(place, own_x, mask=at_x < row.shape.head_dim)
 
 
-def _finish(row: Row, lanes, part_refs, arrivals_ref, out_ref, interpret):
-    """Adds the splits of the row's heads, in the program that comes last."""
+def _finish(row: Row, part_refs, arrivals_ref, out_ref, interpret):
+    """Adds the parts of the row's heads, in the program that comes last."""
     if not interpret:  # there, programs run one after the other
-        barrier()  # every thread's parts are stored before this program counts
-    arrived = atomic_add(arrivals_ref, (row.row, row.kv_head), jnp.int32(1))
+        barrier()  # every thread's parts are stored before this program counts, or adds them
 
-    @pl.when(arrived == jnp.minimum(row.splits, lanes) - 1)
-    def _():
+    def add():
         for i in range(row.shape.group):
             head = row.kv_head * row.shape.group + i
-            _store_head(row, head, _add_splits(row, head, part_refs), out_ref)
+            _store_head(row, head, _add_parts(row, head, part_refs), out_ref)
+
+    if arrivals_ref is None:  # a row's only one
+        return add()
+    arrived = atomic_add(arrivals_ref, (row.row, row.kv_head), jnp.int32(1))
+
+    @pl.when(arrived == jnp.minimum(row.parts, row.lanes) - 1)
+    def _():
+        add()
         arrivals_ref[row.row, row.kv_head] = jnp.int32(0)
 
 
 def _finish_empty(row: Row, out_ref):
-    @pl.when((row.splits == 0) & (row.lane == 0))
+    @pl.when((row.parts == 0) & (row.lane == 0))
     def _():
         for i in range(row.shape.group):
             head = row.kv_head * row.shape.group + i
@@ -213,8 +203,8 @@ def _store_head(row: Row, head, out_x, out_ref):
     store(place, out_x.astype(out_ref.dtype), mask=at_x < row.shape.head_dim)
 
 
-def _add_splits(row: Row, head, part_refs):
-    """A head's splits, some at a time, in ascending order."""
+def _add_parts(row: Row, head, part_refs):
+    """A head's parts, some at a time, in ascending order."""
     sums_ref, peaks_ref, totals_ref = part_refs
     at_once = row.shape.config.combine_splits
     at_x = jnp.arange(row.shape.width)
@@ -222,7 +212,7 @@ def _add_splits(row: Row, head, part_refs):
     def step(i, state):
         peak, total, sum_x = state
         at_s = i * at_once + jnp.arange(at_once)
-        real_s = at_s < row.splits
+        real_s = at_s < row.parts
         peak_s = load(peaks_ref.at[row.row, at_s, head], mask=real_s, other=MASKED)
         total_s = load(totals_ref.at[row.row, at_s, head], mask=real_s, other=0)
         sums = sums_ref.at[row.row, at_s[:, None], head, at_x[None]]
@@ -233,6 +223,6 @@ def _add_splits(row: Row, head, part_refs):
         return new_peak, total, sum_x * decay + jnp.sum(sum_sx * weight_s[:, None], axis=0)
 
     start = (jnp.float32(MASKED), jnp.float32(0), jnp.zeros((row.shape.width,), jnp.float32))
-    steps = lax.div(row.splits + at_once - 1, jnp.int32(at_once))
+    steps = lax.div(row.parts + at_once - 1, jnp.int32(at_once))
     _, total, sum_x = lax.fori_loop(0, steps, step, start)
     return sum_x / total

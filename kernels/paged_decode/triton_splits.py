@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -16,6 +15,7 @@ MASKED = -1e30  # finite, so that places without a token give exp(0) and not NaN
 _LOG2_E = math.log2(math.e)
 _VECTOR_BYTES = 16  # of one load of one thread
 _DOT_ROWS = 16  # the fewest rows that the tensor cores take
+_RUN = 8  # consecutive tokens of a page that one thread copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DecodeConfig:
     more than max_splits. num_stages: iterations that Triton keeps in flight by asynchronous copies
     (DotAttention only).
     programs: as many as are resident together; fewer rows and heads than that share the splits of
-    each among several lanes. dot_group: query heads per K/V head from which on the tensor cores
+    each row among several lanes. dot_group: query heads per K/V head from which on the tensor cores
     multiply. combine_splits: added at once in the end.
     """
 
@@ -40,10 +40,10 @@ class DecodeConfig:
     dot_group: int = 1
     combine_splits: int = 8
 
-    def lanes(self, rows: int, kv_heads: int, splits: int) -> int:
-        if rows * kv_heads >= self.programs:
-            return 1
-        return min(pl.next_power_of_2(pl.cdiv(2 * self.programs, rows * kv_heads)), splits)
+    def columns(self, rows: int, kv_heads: int) -> int:
+        """Programs of each K/V head: as many as there are rows, or enough for two of each."""
+        columns = self.programs // kv_heads
+        return columns if columns >= 2 * rows else rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +94,9 @@ class Shape:
         return self.head_dim**-0.5 * _LOG2_E
 
     @property
-    def max_splits(self) -> int:
-        return min(pl.cdiv(self.table_tokens, self.config.split_tokens), self.config.max_splits)
+    def max_parts(self) -> int:
+        splits = min(pl.cdiv(self.table_tokens, self.config.split_tokens), self.config.max_splits)
+        return splits + 1
 
     def split_tokens(self, length):
         """Tokens of a split of a row of this length (traced)."""
@@ -115,67 +116,79 @@ class Shape:
 
 
 class Row:
-    """What a program knows of its row, K/V head and lane."""
+    """What a program knows of its row, K/V head and lane.
 
-    def __init__(self, shape: Shape, layer_ref, tables_ref, positions_ref, depths_ref, valid_ref):
-        self.kv_head, self.row, self.lane = (pl.program_id(axis) for axis in range(3))
+    splits: of the row's context, without its own token where that is apart. parts: results to be
+    added up, one of each split and one of a token apart; the lane-th and every lanes-th after it
+    are this program's. A program without a row has none, and no row to answer for.
+    """
+
+    def __init__(self, shape: Shape, batch_refs, filled_ref, own_apart: bool):
+        layer_ref, tables_ref, positions_ref, depths_ref, valid_ref = batch_refs
+        self.kv_head = pl.program_id(0)
         self.shape = shape
         self.layer = layer_ref[0]
         self.tables_ref = tables_ref
+        self._take_row(filled_ref, positions_ref.shape[0])
         self.position = positions_ref[self.row]
-        self.length = jnp.where(valid_ref[self.row], self.position + 1, 0)
         self.depth = depths_ref[self.row]
-        self.split_tokens = shape.split_tokens(self.length)
-        self.splits = lax.div(self.length + self.split_tokens - 1, self.split_tokens)
+        length = self.position + 1
+        self.split_tokens = shape.split_tokens(length)
+        self.end = self.position if own_apart else length
+        self.splits = lax.div(self.end + self.split_tokens - 1, self.split_tokens)
+        self.parts = jnp.where(valid_ref[self.row], self.splits + own_apart, 0)
 
-    def places(self, start, offsets):
-        """(physical page, offset in it) of tokens start + offsets; of those past the block table,
-        some page. Without a mask, which would wait for the row's position."""
-        table, tile = self.shape.table_tokens, math.prod(offsets.shape)
-        if table % tile == 0 == self.shape.config.split_tokens % tile:
-            # Tiles end with the table: a scalar's minimum does, and costs no registers.
-            entries, in_page = self.shape.divide_by_page(jnp.minimum(start, table - tile) + offsets)
-        else:
-            entries, in_page = self.shape.divide_by_page(start + offsets)
-            entries = jnp.minimum(entries, table // self.shape.page_size - 1)
-        return self.physical_page(load(self.tables_ref.at[self.row, entries])), in_page
+    def _take_row(self, filled_ref, rows: int) -> None:
+        """Each of the first `filled` rows has as many columns of the grid as all of them can have
+        while every other row keeps one."""
+        column = pl.program_id(1)
+        columns = self.shape.config.columns(rows, self.shape.kv_heads)
+        if filled_ref is None:
+            self.row, self.lane, self.lanes = column, jnp.int32(0), 1
+            return
+        filled = filled_ref[0]
+        divisor = jnp.maximum(filled, 1)
+        self.lanes = lax.div(columns - rows + filled, divisor)
+        is_filled = column < filled * self.lanes
+        row = jnp.where(is_filled, lax.rem(column, divisor), column - filled * (self.lanes - 1))
+        self.row = jnp.minimum(row, rows - 1)
+        self.lane = jnp.where(is_filled, lax.div(column, divisor), row - self.row)
+
+    def pages(self, entries):
+        """Physical pages of entries of the row's block table; for those past its end, some page.
+        Without a mask, which would wait for the row's position."""
+        last = self.shape.table_tokens // self.shape.page_size - 1
+        return self.physical_page(load(self.tables_ref.at[self.row, jnp.minimum(entries, last)]))
 
     def physical_page(self, logical):
         return PagedKV(None, self.shape.planes).physical_page(logical, self.depth)
 
 
-def attend_lane(row: Row, attends, lanes: int, end, own_state, part_refs) -> None:
-    """Attends over the row's tokens before `end`, and stores the part of every split of this lane.
-
-    own_state: what the last split starts with (None: with nothing).
-    """
+def attend_lane(row: Row, attends, part_refs) -> None:
+    """Attends over each split of this lane and stores its part."""
 
     def attend(i, nothing):
-        split = row.lane + i * lanes
-        start = attends.nothing()
-        if own_state is not None:
-            is_last = split == row.splits - 1
-            start = jax.tree.map(lambda own, none: jnp.where(is_last, own, none), own_state, start)
+        split = row.lane + i * row.lanes
         first = split * row.split_tokens
-        split_end = jnp.minimum(first + row.split_tokens, end)
-        attends.store(_attend_split(row, attends, first, split_end, start), split, part_refs)
+        end = jnp.minimum(first + row.split_tokens, row.end)
+        attends.store(_attend_split(attends, first, end), split, part_refs)
         return nothing
 
-    splits = lax.div(row.splits - row.lane + lanes - 1, jnp.int32(lanes))
+    splits = lax.div(row.splits - row.lane + row.lanes - 1, jnp.int32(row.lanes))
     lax.fori_loop(0, splits, attend, jnp.int32(0))
 
 
-def _attend_split(row: Row, attends, first, end, state):
+def _attend_split(attends, first, end):
     """The state after tokens first .. end - 1."""
 
     def step(i, carry):
         found, state = carry
         start = first + i * attends.tokens
-        ahead = row.places(start + attends.tokens, attends.offsets)
+        ahead = attends.places(start + attends.tokens)
         return ahead, attends.add(state, found, start + attends.offsets < end)
 
-    steps = lax.div(jnp.maximum(end - first, 0) + attends.tokens - 1, jnp.int32(attends.tokens))
-    return lax.fori_loop(0, steps, step, (row.places(first, attends.offsets), state))[-1]
+    steps = lax.div(end - first + attends.tokens - 1, jnp.int32(attends.tokens))
+    return lax.fori_loop(0, steps, step, (attends.places(first), attends.nothing()))[-1]
 
 
 def attention(row: Row, pool_ref, load_q):
@@ -208,6 +221,11 @@ class VectorAttention:
             load_q(self.first_head + i, self.at_x, self.in_head_x) * shape.scale
             for i in range(shape.group)
         ]
+
+    def places(self, start):
+        """(physical page, offset in it) of each token of a tile."""
+        entries, in_page = self.shape.divide_by_page(start + self.offsets)
+        return self.row.pages(entries), in_page
 
     def nothing(self):
         empty = (
@@ -280,12 +298,28 @@ class DotAttention:
         self.at_x = jnp.arange(shape.width)[None]
         self.in_head_x = self.at_x < shape.head_dim
         self.tokens = max(shape.config.tokens, _DOT_ROWS)
-        self.offsets = jnp.arange(self.tokens)
+        self.runs = self.tokens // _RUN
+        self.in_runs = shape.page_size % _RUN == 0 == self.tokens % shape.page_size
+        at_t = jnp.arange(self.tokens)
+        self.offsets = at_t % self.runs * _RUN + at_t // self.runs if self.in_runs else at_t
         self.rows = max(pl.next_power_of_2(shape.group), _DOT_ROWS)
         at_g = jnp.arange(self.rows)[:, None]
-        heads_g = row.kv_head * shape.group + at_g
-        q_gx = load_q(heads_g, self.at_x, (at_g < shape.group) & self.in_head_x)
+        real_g = at_g < shape.group
+        if shape.group == 1:  # fifteen of sixteen rows need no load
+            q_gx = jnp.where(real_g, load_q(row.kv_head, self.at_x, self.in_head_x), 0)
+        else:
+            q_gx = load_q(row.kv_head * shape.group + at_g, self.at_x, real_g & self.in_head_x)
         self.q_gx = q_gx.astype(shape.q_dtype).astype(shape.kv_dtype)
+
+    def places(self, start):
+        """(physical page, offset in it) of each token of a tile."""
+        if not self.in_runs:
+            entries, in_page = self.shape.divide_by_page(start + self.offsets)
+            return self.row.pages(entries), in_page
+        entries, _ = self.shape.divide_by_page(start + jnp.arange(self.runs) * _RUN)
+        pages_r = self.row.pages(entries)
+        pages_t = jnp.broadcast_to(pages_r[None], (_RUN, self.runs)).reshape(self.tokens)
+        return pages_t, self.shape.divide_by_page(self.offsets)[1]
 
     def nothing(self):
         return (

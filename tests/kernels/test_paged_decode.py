@@ -1,11 +1,16 @@
 """Paged decode attention, alone and fused with the write, against a dense one."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlt_jax.kernels.paged_decode.triton import paged_decode, write_and_decode
+from rlt_jax.kernels.paged_decode.triton_splits import DecodeConfig
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch
 from tests.kernels.support import (
     IMPLEMENTATIONS,
@@ -163,6 +168,31 @@ def test_a_row_is_bitwise_the_same_in_any_company(name, shape, neighbours, lengt
         crowd_q[at] = q[0]
         out = run(name, crowd_q, crowd, rows_of(crowd, valid=np.array(lengths) > 0))
         assert np.array_equal(bits(out[at]), alone)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("valid", ["all", "every other", "the first", "the last"])
+def test_how_many_programs_share_a_row_does_not_show(writes, valid):
+    """One for each row; two; as many as the rows up to the last valid one leave."""
+    shape, rng, n = Shape(), np.random.default_rng(3), len(LENGTHS)
+    requests = make_requests(shape, LENGTHS, seed=3)
+    chosen = {"all": slice(None), "every other": slice(0, None, 2), "the first": 0, "the last": -1}
+    is_valid = np.zeros(n, bool)
+    is_valid[chosen[valid]] = True
+    batch, layer = rows_of(requests, is_valid), jnp.int32(1)
+    qkv = rng.standard_normal((n, 6, shape.head_dim)).astype(np.float32)
+    turn = angles(n, shape.head_dim, np.float32, rng)
+    outs = []
+    for columns in (n, 2 * n, 2 * n + 3, 5 * n):
+        config = DecodeConfig(programs=columns * shape.kv_heads, split_tokens=64)
+        if writes:
+            run_it = jax.jit(functools.partial(write_and_decode, interpret=True, config=config))
+            outs.append(run_it(qkv, *turn, requests.kv, layer, batch)[0])
+        else:
+            run_it = jax.jit(functools.partial(paged_decode, interpret=True, config=config))
+            outs.append(run_it(qkv[:, :2], requests.kv, layer, batch))
+    assert bits(outs[0])[is_valid].any() and not bits(outs[0])[~is_valid].any()
+    assert all(np.array_equal(bits(out), bits(outs[0])) for out in outs)
 
 
 # --- fused with the write ------------------------------------------------------------------------
