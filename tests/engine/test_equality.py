@@ -36,7 +36,18 @@ MODES = [
     {"mode": "refill", "min_coda_batch_size": 3},
     {"mode": "no_refill", "prefill_chunk_size": 7},
 ]
-
+# Prompts go through the loops one at a time: where every depth has a plane of its own.
+STAGED = [
+    {"mode": "mixed"},
+    {"mode": "mixed", "prefill_chunk_size": 5},
+    {"mode": "mixed", "prefill_chunk_size": 3, "wavefront_chunked_prefill": True},
+    {"mode": "refill", "prefill_chunk_size": 5, "wavefront_chunked_prefill": True},
+]
+CASES = [
+    (shape, scheduling)
+    for shape in SHAPES
+    for scheduling in MODES + STAGED * (SHAPES[shape].layout == "last_exited")
+]
 
 # (max_in_flight, tokens_per_dispatch)
 EXECUTIONS = [(1, 1), (1, 4), (2, 1), (2, 4)]
@@ -58,9 +69,13 @@ def features(watched: Watched, eos: tuple[int, ...] = ()) -> Counter:
         seen["greedy and sampling"] += batch.samples
         seen["gates"] += batch.reads_gate
         seen["several tokens"] += batch.num_tokens > 1
-        if batch.stage is Stage.PREFILL:
-            chunks.update(row.generation for row in batch.rows)
-            seen["several prompts"] += len(batch.rows) > 1
+        chunks.update(row.generation for row in batch.rows if row.tokens)
+        seen["several prompts"] += batch.stage is Stage.PREFILL and len(batch.rows) > 1
+        if batch.stage is Stage.MIXED:
+            prompts = [row.generation for row in batch.rows if row.size]
+            seen["prompts beside decode rows"] += len(prompts) < len(batch.rows)
+            seen["chunks side by side"] += len(set(prompts)) < len(prompts)
+            seen["several loops"] += batch.num_loops > 1
     for result in watched.results:
         for row in result.rows:
             seen["tokens after a stop id"] += any(token in eos for token in row.tokens[:-1])
@@ -105,8 +120,7 @@ def one_by_one(layout: str) -> dict[str, RequestOutput]:
     return outputs
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("scheduling", MODES, ids=str)
+@pytest.mark.parametrize(("shape", "scheduling"), CASES, ids=str)
 @pytest.mark.parametrize(("max_in_flight", "tokens_per_dispatch"), EXECUTIONS)
 def test_every_schedule_gives_each_request_what_it_gets_alone(
     shape, scheduling, max_in_flight, tokens_per_dispatch
@@ -121,12 +135,14 @@ def test_every_schedule_gives_each_request_what_it_gets_alone(
     watched = watch(engine)
     outputs = run_both(engine)
     seen = features(watched, eos=(*EOS, 7, 2))
-    refill = scheduling["mode"] == "refill"
+    refill = scheduling["mode"] != "no_refill"
     assert seen["crowds"] and seen["gates"] and seen["greedy and sampling"]
     assert seen[Stage.RECURRENT] and seen[Stage.CODA] and seen[Stage.TOKENS]
     assert bool(seen["boundary of mixed depths"]) == bool(seen["mixed depths"]) == refill
     assert seen["codas of 3"] or "min_coda_batch_size" not in scheduling
     assert seen["chunked prompts"] >= 5 or "prefill_chunk_size" not in scheduling
+    assert bool(seen["prompts beside decode rows"]) == (scheduling["mode"] == "mixed")
+    assert bool(seen["chunks side by side"]) == ("wavefront_chunked_prefill" in scheduling)
     assert watched.most_in_flight == max_in_flight
     assert bool(seen["several tokens"]) == (tokens_per_dispatch > 1)
     assert bool(seen["tokens after a stop id"]) == (tokens_per_dispatch > 1)
@@ -252,11 +268,10 @@ SEEN = Counter()  # over all examples of the property below
 
 @FEW
 @given(
-    shape=st.sampled_from(["roomy", "tight", "shared"]),
+    case=st.sampled_from(CASES),
     work=workloads(),
-    scheduling=st.fixed_dictionaries(
+    options=st.fixed_dictionaries(
         {
-            "mode": st.sampled_from(["refill", "no_refill"]),
             "prefill_chunk_size": st.sampled_from([1, 3, 16, 24]),
             "max_prefill_batches_before_decode": st.integers(1, 3),
             "min_coda_batch_size": st.integers(1, 4),
@@ -265,8 +280,9 @@ SEEN = Counter()  # over all examples of the property below
         }
     ),
 )
-def test_any_schedule_gives_each_request_what_it_gets_alone(shape, work, scheduling):
-    engine = build_engine(shape, **scheduling)
+def test_any_schedule_gives_each_request_what_it_gets_alone(case, work, options):
+    shape, scheduling = case
+    engine = build_engine(shape, **scheduling | options)
     watched = watch(engine)
     outputs = drive(engine, work)
     SEEN.update(features(watched))
@@ -285,5 +301,6 @@ def test_any_schedule_gives_each_request_what_it_gets_alone(shape, work, schedul
 
 def test_the_property_above_met_every_feature():
     expected = {"mixed depths", "crowds", "gates", "chunked prompts", "greedy and sampling"}
+    expected |= {"prompts beside decode rows", "chunks side by side"}
     expected |= {"several tokens", "two in flight", *Stage, "abort", "length", "stop"}
     assert expected <= set(+SEEN)
