@@ -4,9 +4,9 @@ Decode rows are chosen by masks and sorts over the slots, since there may be hun
 every step; prompts one by one.
 """
 
-import dataclasses
 import enum
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ from rlt_jax.engine.staging import Part, Staging
 from rlt_jax.engine.types import SHARED_PREFILL_TOKENS, Row, Rows, Stage
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What a batch does, with which rows; num_tokens, num_loops: as in SchedulerOutput."""
 
     stage: Stage

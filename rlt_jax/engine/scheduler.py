@@ -257,7 +257,9 @@ class Scheduler:
             if stage is Stage.CODA or stage is Stage.TOKENS:
                 slots.enter(going_on, RECURRENT)
         if stage is not Stage.CODA and stage is not Stage.TOKENS:
-            loops = (rows.depth > 0) & (rows.size == 0)
+            loops = rows.depth > 0
+            if stage is Stage.MIXED:
+                loops &= rows.size == 0
             slots.depth[rows.slot[loops]] = rows.depth[loops]
             self._route(rows.slot[loops])
 

@@ -207,7 +207,8 @@ def scripted_work(draw):
     work=scripted_work(),
     options=st.fixed_dictionaries(
         {
-            "mode": st.sampled_from(["refill", "no_refill"]),
+            "mode": st.sampled_from(["refill", "no_refill", "mixed"]),
+            "wavefront_chunked_prefill": st.booleans(),
             "max_in_flight": st.integers(1, 4),
             "tokens_per_dispatch": st.sampled_from([1, 2, 4]),
             "max_num_seqs": st.integers(1, 5),
@@ -221,6 +222,8 @@ def scripted_work(draw):
     ),
 )
 def test_any_schedule_makes_the_same_of_every_request(work, options):
+    options["planes"] = 4 if options["mode"] == "mixed" else options["planes"]
+    options["wavefront_chunked_prefill"] &= options["planes"] > 1 and options["mode"] != "no_refill"
     eos = tuple(range(3, 97, 9))
     device = FakeDevice(scripted_token, scripted_hazard, alone=True)  # its row may have ended
     core, device = fake_engine(device, eos_token_ids=eos, **options)
