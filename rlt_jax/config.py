@@ -72,7 +72,7 @@ class SchedulerConfig:
     """
 
     max_num_seqs: int | None = option(None, "requests in the engine at once")
-    max_num_batched_tokens: int | None = option(None, "rows or prompt tokens in a batch")
+    max_num_batched_tokens: int | None = option(None, "rows and prompt tokens in a batch")
     mode: str = option(
         "refill",
         "refill: a finished row is replaced at once; no_refill: fill, run and empty in phases;"
@@ -80,7 +80,9 @@ class SchedulerConfig:
         choices=SCHEDULER_MODES,
     )
     prefill_chunk_size: int | None = option(
-        None, "prompt tokens of one request in a batch (None: max_num_batched_tokens)"
+        None,
+        "prompt tokens of one request in a batch (None: max_num_batched_tokens, or a quarter of it"
+        " with wavefront_chunked_prefill)",
     )
     max_prefill_batches_before_decode: int = option(
         1, "prefill batches allowed before waiting decode rows must run"
@@ -134,11 +136,13 @@ class SchedulerConfig:
         """The same config with every None replaced by the platform's default."""
         seqs, tokens = (8, 128) if platform == "cpu" else (128, 2048)
         tokens = self.max_num_batched_tokens or tokens
+        # A wavefront needs room for several chunks.
+        chunk = max(1, tokens // 4) if self.wavefront_chunked_prefill else tokens
         return dataclasses.replace(
             self,
             max_num_seqs=self.max_num_seqs or seqs,
             max_num_batched_tokens=tokens,
-            prefill_chunk_size=min(self.prefill_chunk_size or tokens, tokens),
+            prefill_chunk_size=min(self.prefill_chunk_size or chunk, tokens),
         )
 
 

@@ -246,6 +246,12 @@ def test_a_chunk_never_exceeds_the_batch():
     assert config.resolve("cpu").prefill_chunk_size == 64
 
 
+@pytest.mark.parametrize("tokens, chunk", [(None, 32), (64, 16), (1, 1)])
+def test_a_wavefront_has_room_for_four_chunks(tokens, chunk):
+    config = SchedulerConfig(max_num_batched_tokens=tokens, wavefront_chunked_prefill=True)
+    assert config.resolve("cpu").prefill_chunk_size == chunk
+
+
 STAGED = {
     "mode = 'mixed'": {"mode": "mixed"},
     "wavefront_chunked_prefill = True": {"wavefront_chunked_prefill": True},
