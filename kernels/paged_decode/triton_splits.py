@@ -136,7 +136,8 @@ class Row:
         self.split_tokens = shape.split_tokens(length)
         self.end = self.position if own_apart else length
         self.splits = lax.div(self.end + self.split_tokens - 1, self.split_tokens)
-        self.parts = jnp.where(valid_ref[self.row], self.splits + own_apart, 0)
+        is_valid = self.has_row & valid_ref[self.row]
+        self.parts = jnp.where(is_valid, self.splits + own_apart, 0)
 
     def _take_row(self, filled_ref, rows: int) -> None:
         """Each of the first `filled` rows has as many columns of the grid as all of them can have
@@ -144,13 +145,14 @@ class Row:
         column = pl.program_id(1)
         columns = self.shape.config.columns(rows, self.shape.kv_heads)
         if filled_ref is None:
-            self.row, self.lane, self.lanes = column, jnp.int32(0), 1
+            self.row, self.lane, self.lanes, self.has_row = column, jnp.int32(0), 1, True
             return
         filled = filled_ref[0]
         divisor = jnp.maximum(filled, 1)
         self.lanes = lax.div(columns - rows + filled, divisor)
         is_filled = column < filled * self.lanes
         row = jnp.where(is_filled, lax.rem(column, divisor), column - filled * (self.lanes - 1))
+        self.has_row = row < rows
         self.row = jnp.minimum(row, rows - 1)
         self.lane = jnp.where(is_filled, lax.div(column, divisor), row - self.row)
 

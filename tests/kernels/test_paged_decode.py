@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlt_jax.kernels.paged_decode.triton import paged_decode, write_and_decode
+from rlt_jax.kernels.paged_decode.triton import make_sharing, paged_decode, write_and_decode
 from rlt_jax.kernels.paged_decode.triton_splits import DecodeConfig
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch
 from tests.kernels.support import (
@@ -187,7 +187,10 @@ def test_how_many_programs_share_a_row_does_not_show(writes, valid):
         config = DecodeConfig(programs=columns * shape.kv_heads, split_tokens=64)
         if writes:
             run_it = jax.jit(functools.partial(write_and_decode, interpret=True, config=config))
-            outs.append(run_it(qkv, *turn, requests.kv, layer, batch)[0])
+            kv = requests.kv.replace(scratch=make_sharing(requests.kv, batch, config))
+            out, kv = run_it(qkv, *turn, kv, layer, batch)
+            outs.append(out)
+            assert columns == n or not np.any(kv.scratch.arrivals_rk)
         else:
             run_it = jax.jit(functools.partial(paged_decode, interpret=True, config=config))
             outs.append(run_it(qkv[:, :2], requests.kv, layer, batch))
