@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -23,8 +24,8 @@ class DecodeConfig:
     """How the work is cut. `programs` alone leaves the bits as they are; whatever else is chosen by
     shape must not be chosen by the number of rows.
 
-    tokens: read at once by a program. split_tokens: of a split; doubled in rows that would have
-    more than max_splits. num_stages: iterations that Triton keeps in flight by asynchronous copies
+    tokens: of a tile, read at once by a program. split_tokens: of a split, a multiple of it; doubled
+    in rows that would have more than max_splits. num_stages: iterations that Triton keeps in flight by asynchronous copies
     (DotAttention only).
     programs: as many as are resident together; fewer rows and heads than that share the splits of
     each row among several lanes. dot_group: query heads per K/V head from which on the tensor cores
@@ -39,6 +40,12 @@ class DecodeConfig:
     programs: int = 512
     dot_group: int = 1
     combine_splits: int = 8
+
+    def __post_init__(self):
+        if self.split_tokens % self.tokens:
+            raise ValueError(
+                f"split_tokens = {self.split_tokens}: must be a multiple of tokens = {self.tokens}"
+            )
 
     def columns(self, rows: int, kv_heads: int) -> int:
         """Programs of each K/V head: as many as there are rows, or enough for two of each."""
@@ -167,30 +174,39 @@ class Row:
 
 
 def attend_lane(row: Row, attends, part_refs) -> None:
-    """Attends over each split of this lane and stores its part."""
+    """Attends over each split of this lane and stores its part.
 
-    def attend(i, nothing):
-        split = row.lane + i * row.lanes
-        first = split * row.split_tokens
-        end = jnp.minimum(first + row.split_tokens, row.end)
-        attends.store(_attend_split(attends, first, end), split, part_refs)
-        return nothing
-
+    One loop over the tiles of them all: copies go on where one split ends and the next begins.
+    """
+    tokens = jnp.int32(attends.tokens)
+    split_tiles = lax.div(row.split_tokens, tokens)
     splits = lax.div(row.splits - row.lane + row.lanes - 1, jnp.int32(row.lanes))
-    lax.fori_loop(0, splits, attend, jnp.int32(0))
+    last_split = row.lane + (splits - 1) * row.lanes
+    last_tokens = jnp.minimum(row.end - last_split * row.split_tokens, row.split_tokens)
+    last_tiles = lax.div(last_tokens + tokens - 1, tokens)
+    tiles = jnp.where(splits > 0, (splits - 1) * split_tiles + last_tiles, 0)
 
-
-def _attend_split(attends, first, end):
-    """The state after tokens first .. end - 1."""
+    def places(split, tile):
+        return attends.places(split * row.split_tokens + tile * tokens)
 
     def step(i, carry):
-        found, state = carry
-        start = first + i * attends.tokens
-        ahead = attends.places(start + attends.tokens)
-        return ahead, attends.add(state, found, start + attends.offsets < end)
+        split, tile, found, state = carry
+        is_last = tile == split_tiles - 1
+        following = jnp.where(is_last, split + row.lanes, split), jnp.where(is_last, 0, tile + 1)
+        ahead = places(*following)
+        nothing = attends.nothing()
+        state = jax.tree.map(lambda old, new: jnp.where(tile == 0, new, old), state, nothing)
+        seen = split * row.split_tokens + tile * tokens + attends.offsets < row.end
+        state = attends.add(state, found, seen)
 
-    steps = lax.div(end - first + attends.tokens - 1, jnp.int32(attends.tokens))
-    return lax.fori_loop(0, steps, step, (attends.places(first), attends.nothing()))[-1]
+        @pl.when(is_last | (i == tiles - 1))
+        def _():
+            attends.store(state, split, part_refs)
+
+        return *following, ahead, state
+
+    first = row.lane, jnp.int32(0)
+    lax.fori_loop(0, tiles, step, (*first, places(*first), attends.nothing()))
 
 
 def attention(row: Row, pool_ref, load_q):
