@@ -24,12 +24,12 @@ class DecodeConfig:
     """How the work is cut. `programs` alone leaves the bits as they are; whatever else is chosen by
     shape must not be chosen by the number of rows.
 
-    tokens: of a tile, read at once by a program. split_tokens: of a split, a multiple of it; doubled
-    in rows that would have more than max_splits. num_stages: iterations that Triton keeps in flight by asynchronous copies
-    (DotAttention only).
+    tokens: of a tile, read at once by a program. split_tokens: of a split, a multiple of it;
+    doubled in rows that would have more than max_splits. num_stages: iterations that Triton keeps
+    in flight by asynchronous copies (DotAttention only).
     programs: as many as are resident together; fewer rows and heads than that share the splits of
     each row among several lanes. dot_group: query heads per K/V head from which on the tensor cores
-    multiply. combine_splits: added at once in the end.
+    multiply. combine_splits: parts added at once in the end.
     """
 
     tokens: int = 32
