@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlt_jax.bench.modes import SCHEDULING
+from rlt_jax.bench.modes import IN_FLIGHT, SCHEDULING
 from rlt_jax.cli_options import Parser, add_config_flags, integers
 from rlt_jax.config import (
     DTYPES,
@@ -207,9 +207,12 @@ def _add_throughput(parser: Parser) -> None:
 def _add_replay(parser: Parser) -> None:
     parser.add_argument("file", metavar="FILE", nargs="?", help="the recording to replay")
     group = parser.add_argument_group("replay")
-    _names(group, "--modes", tuple(SCHEDULING), "each with one batch and two in flight", "all")
+    _names(group, "--modes", tuple(SCHEDULING), "scheduling", "all that the layout allows")
+    text = "one batch in flight, or two and loops submitted before signals are read"
+    _names(group, "--in-flight", tuple(IN_FLIGHT), text, "both")
     _names(group, "--kernels", KERNELS, "kernels, each measured", "auto")
     _integer(group, "--repeats", "of which the median counts (default: 3)")
+    _integer(group, "--first", "replay only so many requests of the recording (default: all)")
     text = "other tokens are an error (default: in float32; in bfloat16 they are counted)"
     group.add_argument("--exact", action="store_true", help=text)
     group = parser.add_argument_group("recording")
@@ -229,8 +232,10 @@ def _add_replay(parser: Parser) -> None:
     )
     of_the_mode = {
         (SchedulerConfig, "mode"),
+        (SchedulerConfig, "wavefront_chunked_prefill"),
         (ExecutionConfig, "kernels"),
         (ExecutionConfig, "max_in_flight"),
+        (ExecutionConfig, "async_scheduling"),
     }
     _add_engine(parser, of_the_mode, exits=False)
     _add_output(parser)

@@ -24,7 +24,7 @@ from rlt_jax.bench import (
 )
 from rlt_jax.bench.driver import BenchEngine, Configs
 from rlt_jax.bench.limits import Rates
-from rlt_jax.bench.modes import SCHEDULING, all_modes
+from rlt_jax.bench.modes import IN_FLIGHT, SCHEDULING, Mode, all_modes, refused_scheduling
 from rlt_jax.bench.recording import SOURCE, Conditions
 from rlt_jax.bench.synthetic import BenchModel
 from rlt_jax.cli_options import config_from_flags, flag_name, was_given
@@ -36,13 +36,15 @@ from rlt_jax.validation import check_int, fail
 
 @dataclasses.dataclass(frozen=True)
 class _Session:
-    """A loaded model, the configs of the flags, and what the engines were (appended to)."""
+    """A loaded model, the configs of the flags, and what the engines were (appended to). notes:
+    lines to print below the results."""
 
     model: BenchModel
     configs: Configs
     say: report.Say
     engines: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     startups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, options: argparse.Namespace, say: report.Say) -> "_Session":
@@ -177,7 +179,8 @@ def run_replay(options: argparse.Namespace) -> None:
         fail("FILE", options.file, "must be given, or --record FILE instead, and not both")
     params = config_from_flags(SamplingParams, options)
     if options.record is not None:
-        _refuse_flags(options, ("modes", "repeats", "exact", "output"), "cannot go with --record")
+        names = ("modes", "in_flight", "repeats", "first", "exact", "output")
+        _refuse_flags(options, names, "cannot go with --record")
         _record(options, params)
         return
     rule = "has a meaning only with --record: a recording says it"
@@ -237,6 +240,8 @@ def _record(options: argparse.Namespace, params: SamplingParams) -> None:
 
 def _replay(options: argparse.Namespace) -> None:
     recorded = recording.read(options.file)
+    most = len(recorded.requests)
+    check_int("--first", options.first, minimum=1, maximum=most, optional=True)
     ours = {"synthetic", "model"} if options.synthetic or options.model else set()
     for name in set(SOURCE) - ours:
         if getattr(options, name) is None:
@@ -248,18 +253,29 @@ def _replay(options: argparse.Namespace) -> None:
             cache = dataclasses.replace(cache, layout=recorded.conditions.layout)
         configs = dataclasses.replace(session.configs, cache=cache)
         recorded.check_conditions(Conditions.at_hand(model, cache.layout), options.file)
+        replayed = recorded.first(options.first or most)
         exact = options.exact or model.policy.dtype == "float32"
         repeats = 3 if options.repeats is None else options.repeats
         specs = [
-            replay.ReplaySpec(recorded, mode, repeats, exact)
-            for mode in all_modes(options.modes or SCHEDULING, options.kernels or ["auto"])
+            replay.ReplaySpec(replayed, mode, repeats, exact)
+            for mode in _modes(options, cache, session.notes)
         ]
         for spec in specs:
-            spec.check()
-        runs = [run for spec in specs for run in session.measure(replay, spec, configs)]
-        return replay.compare_with_ideal(recorded, runs)
+            spec.check(cache)
+        rows = [row for spec in specs for row in session.measure(replay, spec, configs)]
+        return replay.compare_with_ideal(replayed, rows)
 
     _run_on_engines(options, replay, measure)
+
+
+def _modes(options: argparse.Namespace, cache: CacheConfig, notes: list[str]) -> list[Mode]:
+    """Those asked for; without --modes all that the layout allows, and a note on each other."""
+    names = options.modes
+    if names is None:
+        refused = refused_scheduling(cache)
+        notes += [f"left out: {name}: {reason}" for name, reason in refused.items()]
+        names = [name for name in SCHEDULING if name not in refused]
+    return all_modes(names, options.kernels or ["auto"], options.in_flight or IN_FLIGHT)
 
 
 def run_kernels(options: argparse.Namespace) -> None:
@@ -338,8 +354,8 @@ def _run_on_engines(
     report.print_table(title, bench.COLUMNS, bench.table(rows))
     if limits is not None:
         print(limits.line())
-    for startup in session.startups:
-        print(report.startup_line(startup))
+    for line in (*session.notes, *map(report.startup_line, session.startups)):
+        print(line)
     late = sum(getattr(row, "compiled_meanwhile", 0) for row in rows)
     if late:
         print(f"{late} programs were compiled within the measurements above")

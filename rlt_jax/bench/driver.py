@@ -19,7 +19,7 @@ from rlt_jax.bench.limits import kv_blocks
 from rlt_jax.bench.report import plain
 from rlt_jax.bench.synthetic import BenchModel
 from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
-from rlt_jax.engine.types import SchedulerOutput
+from rlt_jax.engine.types import SchedulerOutput, Stage
 from rlt_jax.models.ouro import OuroConfig
 from rlt_jax.outputs import RequestOutput
 from rlt_jax.sampling_params import SamplingParams
@@ -215,11 +215,15 @@ class BenchEngine:
 
 
 def count_loops(batches: Sequence[SchedulerOutput], full_depth: int) -> int:
-    """Decode loops that these batches run."""
-    loops = {"recurrent": 1, "boundary": 1, "tokens": full_depth}
-    return sum(
-        loops.get(batch.stage.value, 0) * getattr(batch, "num_tokens", 1) for batch in batches
-    )
+    """Loops of decode rows that these batches run."""
+    loops = {Stage.RECURRENT: 1, Stage.BOUNDARY: 1, Stage.TOKENS: full_depth}
+
+    def count(batch: SchedulerOutput) -> int:
+        if batch.stage is Stage.MIXED:
+            return int(batch.rows.num_decode > 0)
+        return loops.get(batch.stage, 0) * batch.num_tokens
+
+    return sum(map(count, batches))
 
 
 def random_prompts(

@@ -4,15 +4,21 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
-from rlt_jax.config import ExecutionConfig, SchedulerConfig
+from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
 
 # By name, the SchedulerConfig fields that a mode sets.
 SCHEDULING = {
-    "refill": {"mode": "refill"},
-    "no_refill": {"mode": "no_refill"},
+    "refill": {"mode": "refill", "wavefront_chunked_prefill": False},
+    "no_refill": {"mode": "no_refill", "wavefront_chunked_prefill": False},
+    "mixed": {"mode": "mixed", "wavefront_chunked_prefill": False},
+    "wavefront": {"mode": "refill", "wavefront_chunked_prefill": True},
+    "mixed_wavefront": {"mode": "mixed", "wavefront_chunked_prefill": True},
 }
-# By name, ExecutionConfig.max_in_flight.
-IN_FLIGHT = {"sync": 1, "async": 2}
+# By name, the ExecutionConfig fields that it sets.
+IN_FLIGHT = {
+    "sync": {"max_in_flight": 1, "async_scheduling": False},
+    "async": {"max_in_flight": 2, "async_scheduling": True},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +36,29 @@ class Mode:
         return dataclasses.replace(config, **SCHEDULING[self.scheduling])
 
     def execution(self, config: ExecutionConfig) -> ExecutionConfig:
-        in_flight = IN_FLIGHT[self.in_flight]
-        return dataclasses.replace(config, max_in_flight=in_flight, kernels=self.kernels)
+        return dataclasses.replace(config, **IN_FLIGHT[self.in_flight], kernels=self.kernels)
+
+    def check_with(self, cache: CacheConfig) -> None:
+        """Raises ValueError when the K/V layout does not allow this mode."""
+        self.scheduler(SchedulerConfig()).check_with(cache, ExitConfig())
 
 
-def all_modes(scheduling: Iterable[str], kernels: Iterable[str]) -> list[Mode]:
+def all_modes(
+    scheduling: Iterable[str], kernels: Iterable[str], in_flight: Iterable[str] = IN_FLIGHT
+) -> list[Mode]:
     """Every combination; of one choice of kernels after the other."""
     return [
-        Mode(name, in_flight, chosen)
-        for chosen, name, in_flight in itertools.product(kernels, scheduling, IN_FLIGHT)
+        Mode(name, flight, chosen)
+        for chosen, name, flight in itertools.product(kernels, scheduling, in_flight)
     ]
+
+
+def refused_scheduling(cache: CacheConfig) -> dict[str, str]:
+    """By name, what the K/V layout does not allow, and why."""
+    reasons = {}
+    for name in SCHEDULING:
+        try:
+            Mode(name, "sync").check_with(cache)
+        except ValueError as error:
+            reasons[name] = str(error)
+    return reasons

@@ -100,6 +100,10 @@ class Recording:
         depths = [depth for request in self.requests for depth in request.depths[1:]]
         return sum(depths) / len(depths)
 
+    def first(self, requests: int) -> "Recording":
+        """The same with the first so many requests only."""
+        return dataclasses.replace(self, requests=self.requests[:requests])
+
     def check_conditions(self, here: Conditions, path: str) -> None:
         """Raises ValueError naming the first condition that is not the recorded one."""
         ours = dict(_flat(report.plain(here)))

@@ -5,15 +5,16 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
 from rlt_jax.bench.driver import BenchEngine, Configs, count_loops, peak_bytes
 from rlt_jax.bench.modes import Mode
 from rlt_jax.bench.recording import RecordedRequest, Recording
 from rlt_jax.bench.report import Say, number, percent
 from rlt_jax.bench.synthetic import BenchModel
-from rlt_jax.config import ExitConfig
+from rlt_jax.config import CacheConfig, ExitConfig
 from rlt_jax.engine.types import SchedulerOutput
 from rlt_jax.outputs import RequestOutput
-from rlt_jax.runtime.programs import Kind
 from rlt_jax.sampling_params import SamplingParams
 from rlt_jax.validation import check_int
 
@@ -34,41 +35,21 @@ class ReplaySpec:
     repeats: int = 3
     exact: bool = True
 
-    def check(self) -> None:
+    def check(self, cache: CacheConfig) -> None:
         check_int("--repeats", self.repeats, minimum=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class ModeRun:
-    """What one engine measured; seconds of the median repeats.
-
-    fixed_seconds: the same requests with every token at full depth. prefill_seconds: with one
-    output token each. back_to_back_seconds: the executables of the median repeat without the
-    scheduler. occupancy: real rows of the rows computed, over all decode loops. mean_rows: real
-    rows in a decode loop.
-    """
-
-    mode: Mode
-    layout: str
-    width: int
-    differing_requests: int
-    all_seconds: tuple[float, ...]
-    seconds: float
-    fixed_seconds: float
-    prefill_seconds: float
-    back_to_back_seconds: float
-    occupancy: float
-    mean_rows: float
-    peak_bytes: int
-    compiled_meanwhile: int
+        self.mode.check_with(cache)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplayRow:
-    """A mode. recording: the start of the recording's fingerprint. width: requests at once.
+    """What one engine measured in a mode; seconds of the median repeats.
 
-    ideal_seconds: see `ideal_seconds`; fraction: of the ideal throughput. idle_share: what of
-    the wall is more than the executables dispatched back to back. The others as in ModeRun.
+    recording: the start of the recording's fingerprint. width: requests at once.
+    fixed_seconds: the same requests with every token at full depth. prefill_seconds: with one
+    output token each. back_to_back_seconds: the executables of the median repeat without the
+    scheduler; idle_share: what of the wall is more than that. occupancy: real rows of the rows
+    computed, over all loops of decode rows. mean_rows: real rows in such a loop.
+    ideal_seconds: see `ideal_seconds`; fraction: of the ideal throughput.
     """
 
     recording: str
@@ -84,17 +65,26 @@ class ReplayRow:
     seconds: float
     all_seconds: tuple[float, ...]
     tokens_per_s: float
+    fixed_seconds: float
     fixed_tokens_per_s: float
     prefill_seconds: float
-    ideal_seconds: float
-    ideal_tokens_per_s: float
-    fraction: float
     back_to_back_seconds: float
     idle_share: float
     occupancy: float
     mean_rows: float
     peak_bytes: int
     compiled_meanwhile: int
+    ideal_seconds: float | None = None
+    ideal_tokens_per_s: float | None = None
+    fraction: float | None = None
+
+    def with_ideal(self, seconds: float) -> "ReplayRow":
+        return dataclasses.replace(
+            self,
+            ideal_seconds=seconds,
+            ideal_tokens_per_s=self.output_tokens / seconds,
+            fraction=seconds / self.seconds,
+        )
 
 
 def prepare(spec: ReplaySpec, model: BenchModel, configs: Configs) -> Configs:
@@ -114,28 +104,40 @@ def prepare(spec: ReplaySpec, model: BenchModel, configs: Configs) -> Configs:
     return configs.fitted(model, scheduler.max_num_seqs, recording.positions)
 
 
-def run(spec: ReplaySpec, engine: BenchEngine, say: Say) -> Iterator[ModeRun]:
+def run(spec: ReplaySpec, engine: BenchEngine, say: Say) -> Iterator[ReplayRow]:
     """Measures one mode. Raises OutputMismatchError."""
-    runs: dict[str, _Run] = {}
+    recording, mode, configs = spec.recording, spec.mode, engine.configs
+    medians: dict[str, _Run] = {}
     repeats: list[_Run] = []
+    _run_once(spec, engine, "recorded")  # warms up
     for work in ("recorded", "full depth", "prefill"):
-        say(f"replay: {spec.mode}, {work}")
+        say(f"replay: {mode}, {work}")
         measured = _repeat(spec, engine, work)
-        runs[work] = sorted(measured, key=lambda run: run.seconds)[len(measured) // 2]
+        medians[work] = sorted(measured, key=lambda run: run.seconds)[len(measured) // 2]
         repeats += measured
-    median = runs["recorded"]
-    rows, loops, bucket_rows = _count_rows(engine, median.batches)
-    yield ModeRun(
-        mode=spec.mode,
-        layout=engine.configs.cache.layout,
-        width=engine.configs.scheduler.max_num_seqs,
+    median, fixed_seconds = medians["recorded"], medians["full depth"].seconds
+    back_to_back = engine.replay(median.batches)
+    rows, loops, padded_rows = _count_rows(engine, median.batches)
+    yield ReplayRow(
+        recording=recording.fingerprint[:12],
+        mode=mode.scheduling,
+        in_flight=mode.in_flight,
+        kernels=mode.kernels,
+        layout=configs.cache.layout,
+        width=configs.scheduler.max_num_seqs,
+        requests=len(recording.requests),
+        output_tokens=recording.output_tokens,
+        mean_depth=recording.mean_depth,
         differing_requests=max(run.differing for run in repeats),
-        all_seconds=tuple(run.seconds for run in repeats[: spec.repeats]),
         seconds=median.seconds,
-        fixed_seconds=runs["full depth"].seconds,
-        prefill_seconds=runs["prefill"].seconds,
-        back_to_back_seconds=engine.replay(median.batches),
-        occupancy=rows / bucket_rows,
+        all_seconds=tuple(run.seconds for run in repeats[: spec.repeats]),
+        tokens_per_s=recording.output_tokens / median.seconds,
+        fixed_seconds=fixed_seconds,
+        fixed_tokens_per_s=recording.output_tokens / fixed_seconds,
+        prefill_seconds=medians["prefill"].seconds,
+        back_to_back_seconds=back_to_back,
+        idle_share=1 - back_to_back / median.seconds,
+        occupancy=rows / padded_rows,
         mean_rows=rows / loops,
         peak_bytes=peak_bytes(engine.model.device),
         compiled_meanwhile=sum(run.compiled for run in repeats),
@@ -151,16 +153,16 @@ class _Run:
 
 
 def _repeat(spec: ReplaySpec, engine: BenchEngine, work: str) -> list[_Run]:
-    """The repeats that count; one before them warms up."""
-    runs = [_run_once(spec, engine, work)]
+    """The repeats that count."""
+    runs: list[_Run] = []
     spare = _MORE_ATTEMPTS
-    while len(runs) <= spec.repeats:
+    while len(runs) < spec.repeats:
         run = _run_once(spec, engine, work)
         if run.compiled and spare:
             spare -= 1
         else:
             runs.append(run)
-    return runs[1:]
+    return runs
 
 
 def _run_once(spec: ReplaySpec, engine: BenchEngine, work: str) -> _Run:
@@ -217,59 +219,29 @@ def _first_difference(
 
 
 def _count_rows(engine: BenchEngine, batches: Sequence[SchedulerOutput]) -> tuple[int, int, int]:
-    """Over all decode loops: real rows, loops, rows of the buckets."""
-    rows = loops = bucket_rows = 0
+    """Over all loops of decode rows: the rows that ran them, the loops, the padded rows."""
+    rows = loops = padded_rows = 0
     for batch in batches:
         count = count_loops([batch], engine.model.config.total_ut_steps)
-        if count:
-            loops += count
-            rows += count * len(batch.rows)
-            bucket_rows += count * engine.parts.programs.buckets.fit(
-                Kind.RECURRENT, len(batch.rows)
-            )
-    return rows, loops, bucket_rows
+        loops += count
+        # Rows that only sample run no loop.
+        rows += count * int(np.count_nonzero((batch.rows.size == 0) & (batch.rows.depth > 0)))
+        padded_rows += count * engine.parts.runner.padded_decode_rows(batch)
+    return rows, loops, padded_rows
 
 
-def ideal_seconds(recording: Recording, runs: Iterable[ModeRun]) -> float:
+def ideal_seconds(recording: Recording, rows: Iterable[ReplayRow]) -> float:
     """What the requests would take if a loop cost what it does at full depth, in the mode that
     is fastest there: its prefill, and of its decode time the share of the loops that run."""
-    best = min(runs, key=lambda run: run.fixed_seconds)
+    best = min(rows, key=lambda row: row.fixed_seconds)
     decode = max(0.0, best.fixed_seconds - best.prefill_seconds)
     return best.prefill_seconds + decode * recording.mean_depth / recording.full_depth
 
 
-def compare_with_ideal(recording: Recording, runs: Sequence[ModeRun]) -> list[ReplayRow]:
-    """A row for every mode, once all have been measured."""
-    ideal, tokens = ideal_seconds(recording, runs), recording.output_tokens
-    return [
-        ReplayRow(
-            recording=recording.fingerprint[:12],
-            mode=run.mode.scheduling,
-            in_flight=run.mode.in_flight,
-            kernels=run.mode.kernels,
-            layout=run.layout,
-            width=run.width,
-            requests=len(recording.requests),
-            output_tokens=tokens,
-            mean_depth=recording.mean_depth,
-            differing_requests=run.differing_requests,
-            seconds=run.seconds,
-            all_seconds=run.all_seconds,
-            tokens_per_s=tokens / run.seconds,
-            fixed_tokens_per_s=tokens / run.fixed_seconds,
-            prefill_seconds=run.prefill_seconds,
-            ideal_seconds=ideal,
-            ideal_tokens_per_s=tokens / ideal,
-            fraction=ideal / run.seconds,
-            back_to_back_seconds=run.back_to_back_seconds,
-            idle_share=1 - run.back_to_back_seconds / run.seconds,
-            occupancy=run.occupancy,
-            mean_rows=run.mean_rows,
-            peak_bytes=run.peak_bytes,
-            compiled_meanwhile=run.compiled_meanwhile,
-        )
-        for run in runs
-    ]
+def compare_with_ideal(recording: Recording, rows: Sequence[ReplayRow]) -> list[ReplayRow]:
+    """The rows of all modes, once each has been measured."""
+    ideal = ideal_seconds(recording, rows)
+    return [row.with_ideal(ideal) for row in rows]
 
 
 COLUMNS = (

@@ -96,6 +96,11 @@ class Rows(Sequence):
         }
         return Rows(**columns, tokens=(self.tokens or ((),) * len(self)) + other.tokens)
 
+    @property
+    def num_decode(self) -> int:
+        """How many are decode rows: prompt rows have a size."""
+        return int(np.count_nonzero(self.size == 0))
+
     def __len__(self) -> int:
         return len(self.slot)
 

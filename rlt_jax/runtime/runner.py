@@ -21,7 +21,7 @@ from rlt_jax.engine.types import (
 from rlt_jax.models.ouro import OuroParams
 from rlt_jax.runtime.compilation import Programs
 from rlt_jax.runtime.device_state import DeviceState, abstract_state, init_state
-from rlt_jax.runtime.programs import SLOT_UPDATE_ROWS, Kind, Results, input_layout
+from rlt_jax.runtime.programs import SLOT_UPDATE_ROWS, Kind, Results, input_layout, mixed_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,10 @@ class Ticket:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A program and its packed input. bucket: what its rows were padded to."""
+    """A program and its packed input."""
 
     executable: jax.stages.Compiled
     packed: np.ndarray
-    bucket: int
 
 
 class Runner:
@@ -55,8 +54,8 @@ class Runner:
 
     @property
     def occupancy(self) -> float | None:
-        """Real rows of all batches of decode rows alone, so far, over the rows they were padded to;
-        None before the first."""
+        """Decode rows of all batches so far, over the rows they were padded to; None before the
+        first."""
         return self._decode_rows / self._decode_bucket_rows if self._decode_bucket_rows else None
 
     @property
@@ -82,10 +81,18 @@ class Runner:
                 results[name].copy_to_host_async()
         except Exception as error:
             raise DeviceLostError(f"{batch.stage.value} batch failed: {error}") from error
-        if batch.stage not in (Stage.PREFILL, Stage.MIXED):
-            self._decode_rows += len(batch.rows)
-            self._decode_bucket_rows += calls[-1].bucket
+        self._decode_rows += batch.rows.num_decode
+        self._decode_bucket_rows += self.padded_decode_rows(batch)
         return Ticket(batch, results)
+
+    def padded_decode_rows(self, batch: SchedulerOutput) -> int:
+        """What the decode rows of a batch are padded to (0: it has none)."""
+        count = batch.rows.num_decode
+        if not count:
+            return 0
+        if batch.stage is Stage.MIXED:
+            return mixed_rows(self._programs.spec)
+        return self._programs.buckets.fit(_kind_of(batch), count)
 
     def dispatch(self, call: Call) -> Results:
         """Runs a program on the device state; the same call may be dispatched again."""
@@ -173,7 +180,7 @@ class Runner:
         return self._call(Kind.PREFILL, fit(Kind.PREFILL, len(values["tokens"])), values)
 
     def _mixed_call(self, rows: Rows) -> Call:
-        decode = _count_decode_rows(rows)
+        decode = rows.num_decode
         chunks = [rows[i] for i in range(decode, len(rows))]
         tile_rows = self._programs.spec.kernels.tile_rows
         values = _columns([tile for row in chunks for tile in _tiles(row, tile_rows)])
@@ -195,7 +202,7 @@ class Runner:
             padded[name] = np.full(field_shape, filler, dtype)
             if values:
                 padded[name][: len(values[name])] = values[name]
-        return Call(self._programs.get(kind, bucket), layout.pack(padded), bucket)
+        return Call(self._programs.get(kind, bucket), layout.pack(padded))
 
     def _slot_values(self, updates: Sequence[SlotUpdate]) -> dict[str, Sequence]:
         width = self._programs.spec.shape.table_width
@@ -242,14 +249,9 @@ def _tiles(row: Row, tile_rows: int) -> list[dict]:
     ]
 
 
-def _count_decode_rows(rows: Rows) -> int:
-    """In a mixed batch they are the first ones; prompts' have a size."""
-    return int(np.count_nonzero(rows.size == 0))
-
-
 def _of_rows(rows: Rows, column: np.ndarray) -> np.ndarray:
     """A result without the padding, zero for the prompt rows of a mixed batch."""
-    decode = _count_decode_rows(rows)
+    decode = rows.num_decode
     result = np.zeros((len(rows), *column.shape[1:]), column.dtype)
     result[:decode] = column[:decode]
     return result

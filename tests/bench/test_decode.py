@@ -11,7 +11,7 @@ from rlt_jax.bench import decode, driver
 from rlt_jax.bench.decode import _Steps
 from rlt_jax.bench.driver import count_loops, draw_depths
 from rlt_jax.bench.synthetic import OURO_1_4B
-from rlt_jax.engine.types import SchedulerOutput, Stage
+from rlt_jax.engine.types import Row, Rows, SchedulerOutput, Stage
 
 
 @dataclasses.dataclass
@@ -72,6 +72,13 @@ def test_the_window_ends_when_the_first_row_does(clock):
 def test_loops_of_a_batch(stage, num_tokens, loops):
     batch = SchedulerOutput(1, stage, (), num_tokens=num_tokens)
     assert count_loops([batch, batch], full_depth=4) == 2 * loops
+
+
+@pytest.mark.parametrize("sizes, loops", [((0, 0, 5), 1), ((5, 3), 0)])
+def test_a_mixed_batch_has_a_loop_of_decode_rows_or_none(sizes, loops):
+    rows = Rows.of([Row(i, i, 0, depth=1, size=size) for i, size in enumerate(sizes)])
+    batch = SchedulerOutput(1, Stage.MIXED, rows, num_loops=1 + (not loops))
+    assert count_loops([batch], full_depth=4) == loops
 
 
 def test_drawn_depths_begin_with_the_prompt_s_and_depend_on_the_seed_alone():

@@ -9,12 +9,13 @@ import pytest
 
 from rlt_jax.bench import compare, plot, record, recording, replay, report
 from rlt_jax.bench.driver import BenchEngine, Configs
-from rlt_jax.bench.modes import SCHEDULING, Mode, all_modes
+from rlt_jax.bench.modes import SCHEDULING, Mode, all_modes, refused_scheduling
 from rlt_jax.bench.record import RecordSpec
 from rlt_jax.bench.recording import Conditions, digest_of_weights
-from rlt_jax.bench.replay import ModeRun, OutputMismatchError, ReplaySpec
+from rlt_jax.bench.replay import OutputMismatchError, ReplaySpec, _count_rows, _run_once
 from rlt_jax.bench.synthetic import BenchModel
 from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
+from rlt_jax.engine.types import Stage
 from rlt_jax.models.ouro import DTypePolicy
 from rlt_jax.sampling_params import SamplingParams
 from tests.support import SHAPES, small_model
@@ -104,11 +105,17 @@ def test_a_recording_holds_every_request(recorded):
 
 
 def test_every_mode_gives_what_was_recorded(runs, recorded):
-    assert [str(r.mode) for r in runs] == [
-        "refill, sync, auto kernels",
-        "refill, async, auto kernels",
-        "no_refill, sync, auto kernels",
-        "no_refill, async, auto kernels",
+    assert [(row.mode, row.in_flight, row.kernels) for row in runs] == [
+        ("refill", "sync", "auto"),
+        ("refill", "async", "auto"),
+        ("no_refill", "sync", "auto"),
+        ("no_refill", "async", "auto"),
+        ("mixed", "sync", "auto"),
+        ("mixed", "async", "auto"),
+        ("wavefront", "sync", "auto"),
+        ("wavefront", "async", "auto"),
+        ("mixed_wavefront", "sync", "auto"),
+        ("mixed_wavefront", "async", "auto"),
     ]
     for measured in runs:
         assert measured.differing_requests == 0
@@ -187,22 +194,57 @@ def test_another_depth_is_always_an_error(recorded):
         replay.count_differing(recorded, outputs, MODES[0], exact=False)
 
 
-def test_the_ideal_scales_the_decode_time_of_the_fastest_full_depth(recorded):
-    def mode_run(fixed, prefill, seconds):
+def test_the_ideal_scales_the_decode_time_of_the_fastest_full_depth(recorded, runs):
+    def row(fixed, prefill, seconds):
         numbers = {"fixed_seconds": fixed, "prefill_seconds": prefill, "seconds": seconds}
-        others = {"width": 4, "differing_requests": 0, "all_seconds": (seconds,)}
-        others |= {"back_to_back_seconds": 0.9 * seconds, "occupancy": 1.0, "mean_rows": 4.0}
-        return ModeRun(MODES[0], "shared", **numbers, **others, peak_bytes=1, compiled_meanwhile=0)
+        return dataclasses.replace(runs[0], **numbers)
 
-    runs = [mode_run(12.0, 1.0, 20.0), mode_run(10.0, 2.0, 8.0)]
     ideal = 2.0 + 8.0 * recorded.mean_depth / 4
-    assert replay.ideal_seconds(recorded, runs) == ideal
-    rows = replay.compare_with_ideal(recorded, runs)
+    rows = replay.compare_with_ideal(recorded, [row(12.0, 1.0, 20.0), row(10.0, 2.0, 8.0)])
     assert [row.ideal_seconds for row in rows] == [ideal, ideal]
     assert [row.fraction for row in rows] == [ideal / 20, ideal / 8]
-    assert rows[1].tokens_per_s == 48 / 8 and rows[1].fixed_tokens_per_s == 48 / 10
-    assert rows[1].fraction == pytest.approx(rows[1].tokens_per_s / rows[1].ideal_tokens_per_s)
-    assert rows[1].idle_share == pytest.approx(0.1)
+    assert rows[0].ideal_tokens_per_s == 48 / ideal
+
+
+def test_a_row_s_figures_agree(runs):
+    for row in runs:
+        assert row.tokens_per_s == 48 / row.seconds
+        assert row.fixed_tokens_per_s == 48 / row.fixed_seconds
+        assert row.idle_share == 1 - row.back_to_back_seconds / row.seconds
+
+
+@pytest.mark.parametrize("scheduling", SCHEDULING)
+def test_occupancy_counts_the_loops_of_decode_rows_alone(recorded, model, configs, scheduling):
+    spec = ReplaySpec(recorded, Mode(scheduling, "async"))
+    with BenchEngine(model, replay.prepare(spec, model, configs)) as engine:
+        batches = _run_once(spec, engine, "recorded").batches
+        rows, loops, padded = _count_rows(engine, batches)
+        calls = [len(engine.parts.runner.prepare(batch)) for batch in batches]
+    assert rows == sum(depth for request in recorded.requests for depth in request.depths[1:])
+    decoding = [
+        batch for batch in batches if batch.rows.num_decode and batch.stage is not Stage.CODA
+    ]
+    assert (loops, padded) == (len(decoding), 4 * len(decoding))
+    assert calls == [batch.num_loops + bool(batch.slot_updates) for batch in batches]
+    mixed = {batch.rows.num_decode > 0 for batch in batches if batch.stage is Stage.MIXED}
+    assert (True in mixed) == scheduling.startswith("mixed")
+    assert (False in mixed) == scheduling.endswith("wavefront")
+
+
+@pytest.mark.parametrize(
+    "layout, refused", [("last_exited", []), ("shared", ["mixed", "wavefront", "mixed_wavefront"])]
+)
+def test_a_layout_s_modes_are_known_beforehand(layout, refused):
+    reasons = refused_scheduling(CacheConfig(layout=layout))
+    assert list(reasons) == refused
+    for reason in reasons.values():
+        assert 'needs CacheConfig.layout = "last_exited"' in reason
+
+
+def test_the_first_requests_are_a_recording_of_their_own(recorded, model, configs):
+    two = recorded.first(2)
+    assert two.requests == recorded.requests[:2] and two.fingerprint != recorded.fingerprint
+    assert run(two, Mode("mixed", "async"), model, configs).requests == 2
 
 
 def test_what_is_written_is_read_again(recorded, file):

@@ -118,21 +118,33 @@ def test_a_recording_is_replayed_in_every_mode(cli, recording, tmp_path):
     document = json.loads(file.read_text())
     rows = document["rows"]
     assert [(row["mode"], row["in_flight"]) for row in rows] == [
-        ("refill", "sync"),
-        ("refill", "async"),
-        ("no_refill", "sync"),
-        ("no_refill", "async"),
+        (mode, in_flight)
+        for mode in ("refill", "no_refill", "mixed", "wavefront", "mixed_wavefront")
+        for in_flight in ("sync", "async")
     ]
     assert {(row["width"], row["requests"], row["differing_requests"]) for row in rows} == {
         (4, 5, 0)
     }
     engines = document["config"]["engines"]
-    assert [e["execution_config"]["max_in_flight"] for e in engines] == [1, 2, 1, 2]
+    assert [e["execution_config"]["max_in_flight"] for e in engines] == [1, 2] * 5
+    assert [e["execution_config"]["async_scheduling"] for e in engines] == [False, True] * 5
     assert {e["exit_config"]["mode"] for e in engines} == {"trace"}
     # The first engine compiled; the others share its programs.
     assert not any(s["compile_seconds_by_program"] for s in document["startup"][1:2])
     assert cli("bench", "compare", file, file)[0] == 0
     assert cli("bench", "plot", file, "--output", picture)[0] == 0
+
+
+def test_a_shared_layout_leaves_modes_out_and_says_so(cli, tmp_path, checkpoint):
+    file, flags = tmp_path / "r.json", ["--model", checkpoint, *SMALL]
+    assert cli("bench", "replay", "--record", file, "--layout=shared", *flags, *RECORD)[0] == 0
+    arguments = ["bench", "replay", file, *SMALL, "--repeats=1", "--in-flight=async"]
+    status, out, err = cli(*arguments)
+    assert status == 0, err
+    left_out = [line.split(":")[1] for line in out.splitlines() if line.startswith("left out: ")]
+    assert left_out == [" mixed", " wavefront", " mixed_wavefront"]
+    message = "SchedulerConfig.mode = 'mixed': needs CacheConfig.layout = \"last_exited\""
+    assert_one_error_line(cli(*arguments, "--modes=refill,mixed"), message)
 
 
 def test_bfloat16_tokens_are_counted_unless_they_must_be_exact(bench, cli, tmp_path):
@@ -165,6 +177,9 @@ def test_another_token_ends_a_replay(cli, recording, tmp_path):
         (["--total-ut-steps=3"], "model.total_ut_steps = 4 was recorded: here it is 3"),
         (["--repeats=0"], "--repeats = 0: must be an integer >= 1"),
         (["--modes=turbo"], "argument --modes: invalid choice: 'turbo'"),
+        (["--in-flight=3"], "argument --in-flight: invalid choice: '3'"),
+        (["--first=6"], "--first = 6: must be an integer >= 1 and <= 5"),
+        (["--wavefront-chunked-prefill"], "unrecognized arguments: --wavefront-chunked-prefill"),
         (["--max-in-flight=2"], "unrecognized arguments: --max-in-flight"),
         (["--record=x.json"], "must be given, or --record FILE instead, and not both"),
         (["--requests=4"], "--requests = 4: has a meaning only with --record"),
@@ -208,6 +223,8 @@ def test_other_random_weights_than_recorded_are_refused(
     [
         (["--exact"], "--exact = True: cannot go with --record"),
         (["--modes=refill"], "--modes = ['refill']: cannot go with --record"),
+        (["--in-flight=sync"], "--in-flight = ['sync']: cannot go with --record"),
+        (["--first=3"], "--first = 3: cannot go with --record"),
         (["--output=x.json"], "--output = 'x.json': cannot go with --record"),
         (["--kernels=auto,reference"], "must be one with --record"),
         (["--adaptive"], "--exit-threshold = 1.0: must be < 1 with --adaptive"),
