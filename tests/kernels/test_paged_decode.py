@@ -198,6 +198,21 @@ def test_how_many_programs_share_a_row_does_not_show(writes, valid):
     assert all(np.array_equal(bits(out), bits(outs[0])) for out in outs)
 
 
+@pytest.mark.parametrize("max_splits", [1, 2, 3])
+def test_rows_of_too_many_splits_double_them(max_splits):
+    shape = Shape()
+    requests, q = make_requests(shape, LENGTHS, seed=2), queries(shape)
+    config = DecodeConfig(split_tokens=32, max_splits=max_splits)
+    run_it = jax.jit(functools.partial(paged_decode, interpret=True, config=config))
+    out = np.asarray(run_it(q, requests.kv, jnp.int32(1), rows_of(requests)))
+    assert error(out, expected(q, requests)) <= 1e-5
+
+
+def test_splits_are_of_whole_tiles():
+    with pytest.raises(ValueError, match="split_tokens = 48: must be a multiple of tokens = 32"):
+        DecodeConfig(split_tokens=48)
+
+
 # --- fused with the write ------------------------------------------------------------------------
 
 
