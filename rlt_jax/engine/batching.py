@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlt_jax.config import SchedulerConfig
-from rlt_jax.engine.slots import CODA, FREE, HELD, PREFILL, RECURRENT, Slots
+from rlt_jax.engine.slots import CODA, HELD, PREFILL, RECURRENT, Slots
 from rlt_jax.engine.staging import Part, Staging
 from rlt_jax.engine.types import SHARED_PREFILL_TOKENS, Row, Rows, Stage
 
@@ -81,6 +81,10 @@ class Batcher:
     def _at(self, stage: int) -> np.ndarray:
         return self._slots.stage == stage
 
+    def _count_decoding(self) -> int:
+        stage = self._slots.stage
+        return int(np.count_nonzero((stage >= RECURRENT) & (stage <= HELD)))
+
     # -- the modes -------------------------------------------------------------------------------
 
     def _choose_refill(self) -> Choice | None:
@@ -111,7 +115,8 @@ class Batcher:
         if not recurrent.any():
             return self._prompts()
         slot_n = self._slots.oldest(recurrent, self._max_rows)
-        chunks = self._chunks(self._config.max_num_batched_tokens - len(slot_n))
+        others = self._count_decoding() - len(slot_n)
+        chunks = self._chunks(self._config.max_num_batched_tokens - len(slot_n), others)
         if chunks:
             rows = self._decode_rows(slot_n, Stage.RECURRENT)
             return Choice(Stage.MIXED, rows.followed_by(Rows.of(chunks)))
@@ -230,10 +235,10 @@ class Batcher:
         )
         if not self._staging and not regroups:
             return Choice(Stage.PREFILL, Rows.of(self._whole_chunks(budget)))
-        rows = Rows.of(self._chunks(budget))
-        decoding = (slots.stage >= RECURRENT) & (slots.stage <= HELD)
+        decoding = self._count_decoding()
+        rows = Rows.of(self._chunks(budget, decoding if self._config.mode == "mixed" else 0))
         # Decode rows or a next chunk wait no longer than for one loop.
-        one_loop = regroups or bool(decoding.any())
+        one_loop = regroups or decoding > 0
         num_loops = 1 if one_loop else self._full_depth + 1 - int(rows.depth.max())
         return Choice(Stage.MIXED, rows, num_loops=num_loops)
 
@@ -250,40 +255,40 @@ class Batcher:
                 budget -= part.size
         return rows
 
-    def _chunks(self, budget: int) -> list[Row]:
-        """Chunks for one loop: those between their loops, and new ones. Prompts take turns; where
-        a chunk does not fit none behind it is taken, so that its turn comes."""
+    def _chunks(self, budget: int, others: int) -> list[Row]:
+        """Chunks for one loop: those between their loops, and new ones in what they leave. Prompts
+        take turns; where a chunk does not fit nothing else is taken, so that its turn comes.
+
+        others: decode rows of other batches, which are to fit beside the new ones' next loops.
+        """
         slots, staging = self._slots, self._staging
         rows: list[Row] = []
         queue = slots.oldest(self._at(PREFILL), len(slots.stage)).tolist()
-        side_by_side, most = self._side_by_side(len(queue)), self._largest_new_chunk()
         for slot in queue:
-            chunks = staging.chunks_of(slot)
-            for chunk in chunks:
+            for chunk in staging.chunks_of(slot):
                 if chunk.part.size > budget:
                     return rows
                 rows.append(self._prompt_row(slot, chunk.part, chunk.depth + 1, chunk.window))
                 budget -= chunk.part.size
-            part = self._next_part(slot, min(most, budget))
-            if part.size and len(chunks) < side_by_side and staging.has_ring(slot):
-                window = staging.start(slot, part)
-                rows.append(self._prompt_row(slot, part, 1, window, begins=True))
-                budget -= part.size
+        budget = min(budget, max(1, budget - others))
+        side_by_side = self._side_by_side(len(queue))
+        for slot in queue:
+            part = self._next_part(slot, min(self._config.prefill_chunk_size, budget))
+            if not part.size or len(staging.chunks_of(slot)) >= side_by_side:
+                continue
+            window = staging.start(slot, part)
+            if window is None:
+                break
+            rows.append(self._prompt_row(slot, part, 1, window, begins=True))
+            budget -= part.size
         return rows
 
     def _side_by_side(self, prompts: int) -> int:
-        """Chunks of one prompt that may be between their loops. With more prompts than rings each
-        runs a single one, which fills the budget too, and gives its ring to the next in turn."""
-        waves = self._config.wavefront_chunked_prefill and prompts <= self._staging.num_rings
-        return self._full_depth if waves else 1
-
-    def _largest_new_chunk(self) -> int:
-        """Beside a chunk there must be room for all decode rows until its last loop."""
+        """Chunks of one prompt that may be between their loops: one where a chunk of each prompt
+        fills the budget too."""
         config = self._config
-        if config.mode != "mixed":
-            return config.prefill_chunk_size
-        others = np.count_nonzero(self._slots.stage != FREE) - 1
-        return min(config.prefill_chunk_size, max(1, config.max_num_batched_tokens - others))
+        room = prompts * config.prefill_chunk_size < config.max_num_batched_tokens
+        return self._full_depth if config.wavefront_chunked_prefill and room else 1
 
     def _next_part(self, slot: int, most: int) -> Part:
         """The next tokens of a prompt."""

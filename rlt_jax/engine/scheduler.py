@@ -173,9 +173,7 @@ class Scheduler:
         config, full_depth = self._config, self._limits.full_depth
         self._kv.release_all()
         self._slots = Slots(config.max_num_seqs)
-        # As many prompts as can have a whole chunk in one batch.
-        num_rings = config.max_num_batched_tokens // config.prefill_chunk_size
-        self._staging = Staging(num_rings, config.prefill_chunk_size, full_depth)
+        self._staging = Staging(full_depth * config.max_num_batched_tokens, full_depth)
         self._batcher = Batcher(
             config,
             full_depth,

@@ -1,13 +1,12 @@
 """Prompt chunks between their loops, and the place that each has in the device's prompt window.
 
-The window is cut into rings of `full_depth` chunks, one ring for each prompt that has chunks
-between their loops. A ring is free as soon as the last loop of the last of them is scheduled:
-programs run in the order in which they are submitted, so the next owner writes after the former
-has read.
+A chunk has the first rows that are free: so those of a lone prompt, at most `full_depth` at a time,
+go around a ring. Its place is free as soon as its last loop is scheduled: programs run in the order
+in which they are submitted, so the next owner writes after the former has read.
 """
 
 import dataclasses
-from collections import deque
+import itertools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,51 +28,43 @@ class Chunk:
     depth: int = 0
 
 
-@dataclasses.dataclass
-class _Ring:
-    """Of one prompt. chunks: oldest first, each at least one loop behind the one before it."""
-
-    first_row: int
-    chunks: deque[Chunk] = dataclasses.field(default_factory=deque)
-    started: int = 0
-
-
 class Staging:
-    """Owns the chunks between their loops and the rings, by the slot of their request."""
+    """Owns the chunks between their loops, by the slot of their request."""
 
-    def __init__(self, num_rings: int, chunk_size: int, full_depth: int):
-        """chunk_size: of the largest chunk."""
-        self.num_rings = num_rings
-        self._chunk_size, self._full_depth = chunk_size, full_depth
-        ring_rows = full_depth * chunk_size
-        self._free = [ring * ring_rows for ring in range(num_rings - 1, -1, -1)]
-        self._rings: dict[int, _Ring] = {}
+    def __init__(self, num_rows: int, full_depth: int):
+        """num_rows: of the window."""
+        self._num_rows, self._full_depth = num_rows, full_depth
+        # Of a prompt the oldest first, each at least one loop behind the one before it.
+        self._chunks: dict[int, list[Chunk]] = {}
 
     def __len__(self) -> int:
         """Prompts between their loops."""
-        return len(self._rings)
+        return len(self._chunks)
 
     def chunks_of(self, slot: int) -> tuple[Chunk, ...]:
         """Those between their loops, oldest first: each may run its next loop."""
-        return tuple(self._rings[slot].chunks) if slot in self._rings else ()
+        return tuple(self._chunks.get(slot, ()))
 
-    def has_ring(self, slot: int) -> bool:
-        """Whether a chunk of this request could start."""
-        return slot in self._rings or bool(self._free)
-
-    def start(self, slot: int, part: Part) -> int:
-        """A chunk that is about to run its first loop; returns its place in the window."""
-        if slot not in self._rings:
-            self._rings[slot] = _Ring(self._free.pop())
-        ring = self._rings[slot]
-        window = ring.first_row + ring.started % self._full_depth * self._chunk_size
-        ring.chunks.append(Chunk(part, window))
-        ring.started += 1
+    def start(self, slot: int, part: Part) -> int | None:
+        """A chunk that is about to run its first loop: its place in the window, None without one
+        (and then it has not started)."""
+        window = self._first_gap(part.size)
+        if window is not None:
+            self._chunks.setdefault(slot, []).append(Chunk(part, window))
         return window
+
+    def _first_gap(self, size: int) -> int | None:
+        first = 0
+        placed = itertools.chain.from_iterable(self._chunks.values())
+        for chunk in sorted(placed, key=lambda chunk: chunk.window):
+            if first + size <= chunk.window:
+                break
+            first = chunk.window + chunk.part.size
+        return first if first + size <= self._num_rows else None
 
     def advance(self, slot: int, position: int, num_loops: int) -> None:
         """The chunk at this position has run more loops; after its last one it is forgotten."""
-        chunks = self._rings[slot].chunks
+        chunks = self._chunks[slot]
         chunk = next(chunk for chunk in chunks if chunk.part.position == position)
         chunk.depth += num_loops
         if chunk.depth == self._full_depth:
@@ -83,6 +74,4 @@ class Staging:
 
     def drop(self, slot: int) -> None:
         """The request has ended, or nothing of it is between its loops."""
-        ring = self._rings.pop(slot, None)
-        if ring is not None:
-            self._free.append(ring.first_row)
+        self._chunks.pop(slot, None)

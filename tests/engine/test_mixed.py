@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlt_jax.engine.staging import Part, Staging
 from rlt_jax.engine.types import Stage
 from tests.engine.fake_device import (
     FULL_DEPTH,
@@ -124,15 +125,38 @@ def test_decode_rows_have_their_place_first_and_prompts_the_rest_of_the_budget()
         assert 2 + batch.rows.size.sum() <= 12
 
 
-def test_a_chunk_leaves_room_for_every_other_request():
-    """Whoever decodes before its last loop fits beside it."""
+def test_short_prompts_join_the_decode_rows_together():
     core, device = engine_at_decode(mode="mixed", max_num_batched_tokens=12)
+    for i in range(3):
+        core.add_request(str(i), [5] * 4, params(max_tokens=1))
+    core.step()
+    assert chunks(device.batches[0]) == [(1, 0, 4, 1), (2, 0, 4, 1), (3, 0, 3, 1)]
+
+
+def test_chunks_that_have_begun_go_before_new_ones():
+    core, device = engine_at_decode(mode="mixed", max_num_batched_tokens=9)
+    core.add_request("a", [5] * 6, params(max_tokens=1))
+    core.step()
+    core.add_request("b", [5] * 6, params(max_tokens=1))
+    core.step()
+    assert chunks(device.batches[1]) == [(1, 0, 6, 2), (2, 0, 2, 1)]
+
+
+def test_chunks_leave_room_for_decode_rows_that_wait_for_others_to_sample():
+    """Else they would not fit beside the chunks' next loops."""
+    core, device = fake_engine(mode="mixed", max_num_batched_tokens=12, min_coda_batch_size=2)
+    core.add_request("leaves", [1], params(max_tokens=9, min_loops=1, max_loops=1))
+    core.add_request("stays", [1], params(max_tokens=9))
+    while core.scheduler.stats()["recurrent"] != 1 or core.scheduler.stats()["coda"] != 1:
+        core.step()
+    start = len(device.batches)
     core.add_request("a", [5] * 20, params(max_tokens=9))
     core.add_request("b", [5] * 20, params(max_tokens=9))
     run(core)
-    assert chunks(device.of(Stage.MIXED)[0]) == [(1, 0, 10, 1)]
-    assert all(decoding(batch) for batch in device.of(Stage.MIXED))
-    assert "P" not in device.stages()
+    assert chunks(device.of(Stage.MIXED)[0]) == [(2, 0, 10, 1)]
+    assert "P" not in device.stages()[start:]
+    for batch in device.of(Stage.MIXED)[:8]:
+        assert decoding(batch) and chunks(batch)
 
 
 def test_a_chunk_holds_no_more_than_its_ceiling():
@@ -244,26 +268,24 @@ def test_chunks_go_around_their_ring():
     assert places == {(0, 2 * k): k % FULL_DEPTH * 2 for k in range(8)}
 
 
-def test_prompts_have_rings_of_their_own_and_give_them_back():
+def test_prompts_have_places_of_their_own_and_give_them_back():
     core, device = fake_engine(
-        prefill_chunk_size=4, max_num_batched_tokens=8, wavefront_chunked_prefill=True
+        prefill_chunk_size=4, max_num_batched_tokens=16, wavefront_chunked_prefill=True
     )
     for i in range(2):
-        core.add_request(str(i), [5] * 9, params(max_tokens=1))
+        core.add_request(str(i), [5] * 17, params(max_tokens=1))
     run(core)
-    rings = {}
     for batch in device.of(Stage.MIXED):
-        for (generation, _), window in windows(batch).items():
-            rings.setdefault(generation, set()).add(window // (FULL_DEPTH * 4))
-    assert rings == {0: {0}, 1: {1}}
+        rows = [place + i for row in batch.rows for place in [row.window] for i in range(row.size)]
+        assert len(set(rows)) == len(rows) and max(rows) < FULL_DEPTH * 16
     core.add_request("next", [5] * 9, params(max_tokens=1))
     start = len(device.batches)
     run(core)
-    assert windows(device.batches[start]).keys() == {(2, 0)}
+    assert windows(device.batches[start]) == {(2, 0): 0}
     assert_empty(core)
 
 
-def test_where_prompts_outnumber_the_rings_each_runs_one_chunk_and_the_next_takes_its_ring():
+def test_where_a_chunk_of_each_prompt_fills_the_budget_none_runs_two():
     core, device = engine_at_decode(
         mode="mixed",
         prefill_chunk_size=4,
@@ -273,10 +295,23 @@ def test_where_prompts_outnumber_the_rings_each_runs_one_chunk_and_the_next_take
     for i in range(3):
         core.add_request(str(i), [5] * 12, params(max_tokens=1))
     run(core)
-    crowded = device.of(Stage.MIXED)[:24]
-    assert all(len(chunks(batch)) <= 2 for batch in crowded)
-    assert {generation for b in crowded[:12] for generation, *_ in chunks(b)} == {1, 2, 3}
+    crowded = [chunks(batch) for batch in device.of(Stage.MIXED)[:20]]
+    for rows in crowded:
+        assert len({generation for generation, *_ in rows}) == len(rows)
+    assert {generation for rows in crowded for generation, *_ in rows} == {1, 2, 3}
     assert_empty(core)
+
+
+def test_a_chunk_has_the_first_rows_that_are_free():
+    staging = Staging(num_rows=8, full_depth=2)
+    assert [staging.start(slot, Part(0, 3, False)) for slot in (0, 1)] == [0, 3]
+    assert staging.start(2, Part(0, 3, False)) is None
+    assert len(staging) == 2 and not staging.chunks_of(2)
+    assert staging.start(2, Part(0, 2, False)) == 6
+    staging.advance(0, position=0, num_loops=2)
+    assert staging.start(1, Part(3, 2, False)) == 0
+    staging.drop(1)
+    assert staging.start(3, Part(0, 6, False)) == 0
 
 
 def test_the_wavefront_takes_turns_with_decode_batches_in_refill():

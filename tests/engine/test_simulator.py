@@ -175,16 +175,30 @@ def without_first_token(output):
     return dataclasses.replace(output, token_ids=output.token_ids[1:])
 
 
-def first_ring(self, slot, part, start=Staging.start):
-    return start(self, slot, part) % (FULL_DEPTH * self._chunk_size)
+def moved_by_depth(batch):
+    rows = batch.rows
+    if batch.stage is not Stage.MIXED:
+        return batch
+    return dataclasses.replace(
+        batch, rows=dataclasses.replace(rows, window=rows.window + rows.depth)
+    )
 
 
-def full_budget(self, budget, chunks=Batcher._chunks):
-    return chunks(self, self._config.max_num_batched_tokens)
+def own_ring(self, slot, part, start=Staging.start):
+    """As if no other prompt had a place in the window."""
+    alone = Staging(self._num_rows, FULL_DEPTH)
+    alone._chunks = {slot: list(self.chunks_of(slot))}
+    place = start(alone, slot, part)
+    self._chunks[slot] = alone._chunks[slot]
+    return place
 
 
-def last_chunk_alone(self, budget, chunks=Batcher._chunks):
-    return chunks(self, budget)[-1:]
+def full_budget(self, budget, others, chunks=Batcher._chunks):
+    return chunks(self, self._config.max_num_batched_tokens, others)
+
+
+def last_chunk_alone(self, budget, others, chunks=Batcher._chunks):
+    return chunks(self, budget, others)[-1:]
 
 
 FAULTS = {
@@ -208,9 +222,7 @@ FAULTS = {
     "another slot": altered_rows(Stage.BOUNDARY, slot=np.flip),
     "a wrong output index": altered_rows(Stage.TOKENS, output_index=lambda index: index + 1),
     "all chunks lie in one place of the window": altered_rows(Stage.MIXED, window=np.zeros_like),
-    "chunks lie a row further each loop": altered_rows(
-        Stage.MIXED, window=lambda window: window + 1
-    ),
+    "chunks lie a row further each loop": altered_batch(moved_by_depth),
     "a chunk leaves out a loop": altered_rows(
         Stage.MIXED, depth=lambda depth: np.minimum(depth + 1, FULL_DEPTH)
     ),
@@ -222,8 +234,8 @@ FAULTS = {
         )
     ),
     "staged prompts do not end": altered_rows(Stage.MIXED, ends_prompt=np.zeros_like),
-    "rings are given to two prompts": replaced(Staging, "start", first_ring),
-    "rings do not come back": replaced(Staging, "drop", lambda *_: None),
+    "two prompts have the same place in the window": replaced(Staging, "start", own_ring),
+    "chunks of a request that has ended stay": replaced(Staging, "drop", lambda *_: None),
     "prompts ignore the decode rows beside them": replaced(Batcher, "_chunks", full_budget),
     "a chunk catches up with the one before it": replaced(Batcher, "_chunks", last_chunk_alone),
     "outputs are told twice": altered_outputs(lambda outputs: [*outputs, *outputs]),
