@@ -143,10 +143,11 @@ class LLMEngine:
         """How the engine stands, and what it has done since it was built.
 
         Now: running, waiting; prefill, recurrent, coda, held (of the running ones, those that wait
-        for that stage, or for the signal of a loop in flight); free_blocks, total_blocks; in_flight
-        (batches). So far: output_tokens; mean_depth, loops per output token; batch_occupancy, real
-        rows of decode batches over padded ones; idle_row_loops, loops run by rows that had already
-        left; executables at hand, and late_compiles. None: nothing to take a mean of yet.
+        for that stage, or for the signal of a loop in flight); staged (of those in prefill, the
+        prompts that are between two loops); free_blocks, total_blocks; in_flight (batches). So far:
+        output_tokens; mean_depth, loops per output token; batch_occupancy, decode rows of all
+        batches over padded ones; idle_row_loops, loops run by rows that had already left;
+        executables at hand, and late_compiles. None: nothing to take a mean of yet.
         """
         with self._lock:
             parts = self._running()
@@ -211,14 +212,16 @@ class LLMEngine:
         }
 
     def _bucket_of(self, batch: SchedulerOutput) -> int | None:
-        """Rows, in a prefill prompt tokens, that a batch is padded to; None: it does not fit."""
-        kind, count = Kind.RECURRENT, len(batch.rows)
-        if batch.stage is Stage.CODA:
-            kind = Kind.CODA_GREEDY
-        elif batch.stage is Stage.PREFILL:
-            kind = Kind.PREFILL
-            if self.memory_plan.planes > 1:
-                count = sum(len(row.tokens) for row in batch.rows)
+        """Rows, in a prefill or mixed batch prompt tokens, that a batch is padded to; None: it does
+        not fit."""
+        kinds = {
+            Stage.CODA: Kind.CODA_GREEDY,
+            Stage.PREFILL: Kind.PREFILL,
+            Stage.MIXED: Kind.MIXED,
+        }
+        kind, count = kinds.get(batch.stage, Kind.RECURRENT), len(batch.rows)
+        if kind in (Kind.PREFILL, Kind.MIXED) and self.memory_plan.planes > 1:
+            count = int(batch.rows.size.sum())
         try:
             return self._running().programs.buckets.fit(kind, count)
         except ValueError:

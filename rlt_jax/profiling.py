@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from rlt_jax.engine.types import SchedulerOutput
+from rlt_jax.engine.types import SchedulerOutput, Stage
 from rlt_jax.validation import check_path, fail
 
 
@@ -48,16 +48,21 @@ class Profiler:
 
 
 def name_of(batch: SchedulerOutput) -> str:
-    """For example "recurrent rows=8 depths=1-3", "prefill rows=2 tokens=96", "coda rows=3"."""
+    """For example "recurrent rows=8 depths=1-3", "prefill rows=2 tokens=96", "coda rows=3",
+    "mixed rows=5 tokens=96 depths=1-4"."""
     rows = batch.rows
     name = f"{batch.stage.value} rows={len(rows)}"
-    prompt_tokens = sum(map(len, rows.tokens))
+    prompt_tokens = rows.size.sum()
     if prompt_tokens:
-        return f"{name} tokens={prompt_tokens}"
+        name += f" tokens={prompt_tokens}"
+    if batch.stage is Stage.PREFILL:
+        return name
     depths = rows.depth[rows.depth > 0]
     if len(depths):
         low, high = depths.min(), depths.max()
         name += f" depths={low}" if low == high else f" depths={low}-{high}"
+    if batch.num_loops > 1:
+        name += f" num_loops={batch.num_loops}"
     return name if batch.num_tokens == 1 else f"{name} num_tokens={batch.num_tokens}"
 
 

@@ -42,7 +42,8 @@ class TracedRow:
 
 @dataclasses.dataclass(frozen=True)
 class TracedBatch:
-    """bucket: what the batch was padded to: rows, in a prefill prompt tokens (None: unknown).
+    """bucket: what the batch was padded to: rows, in a prefill or mixed batch prompt tokens (None:
+    unknown). num_loops: loops of every row, as in engine.types.SchedulerOutput.
 
     submitted: when it had been handed to the device (None: it never was). collected: when its
     results were there (None: it has none, and `error` says why).
@@ -55,6 +56,7 @@ class TracedBatch:
     collected: float | None
     error: str | None
     rows: tuple[TracedRow, ...]
+    num_loops: int = 1
 
     def line(self) -> str:
         rows = [vars(row) for row in self.rows]
@@ -140,13 +142,21 @@ class TraceRecorder:
                 row.position,
                 row.depth,
                 row.exit_depth,
-                len(row.tokens),
+                row.size,
                 batch.num_tokens,
             )
             for row in batch.rows
         )
-        bucket = self._bucket_of(batch)
-        return TracedBatch(batch.sequence, batch.stage, bucket, submitted, None, error, rows)
+        return TracedBatch(
+            batch.sequence,
+            batch.stage,
+            self._bucket_of(batch),
+            submitted,
+            None,
+            error,
+            rows,
+            batch.num_loops,
+        )
 
     def _now(self) -> float:
         return round(self._clock() - self._start, 6)
@@ -217,6 +227,7 @@ def _parse(fields: dict[str, Any]) -> TracedBatch:
     batch = TracedBatch(stage=Stage(fields.pop("stage")), rows=rows, **fields)
     check_int("sequence", batch.sequence, minimum=0, maximum=_MAX_INT)
     check_int("bucket", batch.bucket, minimum=1, maximum=_MAX_INT, optional=True)
+    check_int("num_loops", batch.num_loops, minimum=1, maximum=_MOST)
     for name in ("submitted", "collected"):
         time = getattr(batch, name)
         if time is not None:

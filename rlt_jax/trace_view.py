@@ -2,8 +2,8 @@
 
 import dataclasses
 import itertools
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ class Span:
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """A part of a row's place in the picture: prompt tokens, one loop, or the coda alone (kind:
-    "prefill", "loop", "vain": a loop of a token that had left, "coda", "lost")."""
+    "prefill", "chunk": one loop of prompt tokens, "loop", "vain": a loop of a token that had left,
+    "coda", "lost"). line: of the `lines` below each other that its request needs in the batch."""
 
     kind: str
     depth: int
@@ -40,6 +41,8 @@ class Cell:
     end: float
     y: int
     text: str = ""
+    line: int = 0
+    lines: int = 1
 
 
 def draw_trace(
@@ -129,13 +132,14 @@ def cells_of(span: Span, row: TracedRow, y: int, full_depth: int, exits: Exits) 
     batch, start, end = span.batch, span.start, span.end
     if batch.collected is None:
         yield Cell("lost", 0, start, end, y)
-    elif row.tokens:
+    elif batch.stage is Stage.PREFILL:
         yield Cell("prefill", 0, start, end, y, str(row.tokens))
+    elif row.tokens:
+        depths = range(row.depth, row.depth + batch.num_loops)
+        yield from _loops("chunk", depths, start, end, y)
     elif batch.stage is Stage.TOKENS:
         depths = [*range(1, full_depth + 1)] * row.num_tokens
-        width = (end - start) / len(depths)
-        for i, depth in enumerate(depths):
-            yield Cell("loop", depth, start + i * width, start + (i + 1) * width, y, str(depth))
+        yield from _loops("loop", depths, start, end, y)
     elif row.depth:
         position = row.position + (row.exit_depth > 0)
         in_vain = row.depth > exits.get((row.generation, position), row.depth)
@@ -143,6 +147,27 @@ def cells_of(span: Span, row: TracedRow, y: int, full_depth: int, exits: Exits) 
         yield Cell(kind, depth, start, end, y, str(row.depth))
     else:
         yield Cell("coda", 0, start, end, y)
+
+
+def _loops(kind: str, depths: Sequence[int], start: float, end: float, y: int) -> Iterator[Cell]:
+    """One after the other."""
+    width = (end - start) / len(depths)
+    for i, depth in enumerate(depths):
+        yield Cell(kind, depth, start + i * width, start + (i + 1) * width, y, str(depth))
+
+
+def cells_in(
+    span: Span, places: Mapping[int, int], full_depth: int, exits: Exits
+) -> Iterator[Cell]:
+    """The cells of all rows of a batch. places: each request's y, by generation. The chunks of one
+    prompt lie below each other, the first of them on top."""
+    rows = span.batch.rows
+    lines, line = Counter(row.generation for row in rows), Counter()
+    for row in rows:
+        one = row.generation
+        for cell in cells_of(span, row, places[one], full_depth, exits):
+            yield dataclasses.replace(cell, line=line[one], lines=lines[one])
+        line[one] += 1
 
 
 def token_marks(span: Span, row: TracedRow) -> list[float]:
@@ -164,28 +189,31 @@ def _figure(trace: RunTrace, spans: Sequence[Span], time: bool, width: float | N
         dict.fromkeys((row.generation, row.request) for span in spans for row in span.batch.rows)
     )
     places = {generation: y for y, (generation, _) in enumerate(requests)}
+    exits = exits_of(trace.batches)
+    cells = [cell for span in spans for cell in cells_in(span, places, full_depth, exits)]
+    marks = [
+        (x, places[row.generation])
+        for span in spans
+        for row in span.batch.rows
+        for x in token_marks(span, row)
+    ]
     if width is None:
         width = 13 if time else min(max(2.5 + 0.22 * len(spans), 8), 24)
-    height = min(max(0.24 * len(requests), 1), 12)
+    lines = max(cell.lines for cell in cells)
+    height = min(max(max(0.24, 0.13 * lines) * len(requests), 1), 12)
     figure = Figure(figsize=(width, height + 2.6), layout="constrained")
     main, load = figure.subplots(
         2, sharex=True, height_ratios=[height, 1], gridspec_kw={"hspace": 0.02}
     )
-    colours = {("loop", d): depth_style(d, full_depth).color.name for d in range(1, full_depth + 1)}
+    depths = range(1, full_depth + 1)
+    colours = {("loop", depth): depth_style(depth, full_depth).color.name for depth in depths}
+    colours |= {("chunk", depth): _lighter(colours["loop", depth]) for depth in depths}
     colours |= {
         ("prefill", 0): _PREFILL,
         ("coda", 0): _CODA,
         ("lost", 0): _LOST,
         ("vain", 0): _VAIN,
     }
-    exits = exits_of(trace.batches)
-
-    cells, marks = [], []
-    for span in spans:
-        for row in span.batch.rows:
-            y = places[row.generation]
-            cells += cells_of(span, row, y, full_depth, exits)
-            marks += [(x, y) for x in token_marks(span, row)]
     left = spans[0].start
     right = max(left + 1e-6, *(span.end for span in spans))  # also where no time passed
     inch = (width - 1.2) / (right - left)  # about, of one unit of x
@@ -240,13 +268,21 @@ def _draw_cells(
     from matplotlib.collections import PolyCollection
 
     half = 0.42 if row_inches > 0.1 else 0.5
+
+    def edges(cell: Cell) -> tuple[float, float]:
+        """Upper and lower."""
+        line = 2 * half / cell.lines
+        upper = cell.y - half + cell.line * line
+        return upper, upper + line
+
     by_colour = defaultdict(list)
     for cell in cells:
         by_colour[cell.kind, cell.depth].append(cell)
     for key, same in by_colour.items():
         corners = [
-            [(c.start, c.y - half), (c.end, c.y - half), (c.end, c.y + half), (c.start, c.y + half)]
+            [(c.start, upper), (c.end, upper), (c.end, lower), (c.start, lower)]
             for c in same
+            for upper, lower in [edges(c)]
         ]
         axes.add_collection(
             PolyCollection(
@@ -259,13 +295,14 @@ def _draw_cells(
                 rasterized=rasterized,
             )
         )
-    size = min(0.55 * row_inches * 72, 8)
-    if size < 4.5 or len(cells) > _NUMBERED:
+    if len(cells) > _NUMBERED:
         return
     for cell in cells:
-        if (cell.end - cell.start) * inch * 72 > 0.75 * size * len(cell.text):
+        size = min(0.55 * row_inches / cell.lines * 72, 8)
+        wide = (cell.end - cell.start) * inch * 72 > 0.75 * size * len(cell.text)
+        if wide and size >= 4.5:
             colour = "white" if cell.kind == "loop" else "#333333"
-            place = ((cell.start + cell.end) / 2, cell.y)
+            place = ((cell.start + cell.end) / 2, sum(edges(cell)) / 2)
             axes.text(
                 *place,
                 cell.text,
@@ -319,7 +356,8 @@ def _draw_load(
             color=colours[key],
             rasterized=rasterized,
         )
-    padded = [s for s in spans if s.batch.bucket and s.batch.stage is not Stage.PREFILL]
+    of_prompts = (Stage.PREFILL, Stage.MIXED)
+    padded = [s for s in spans if s.batch.bucket and s.batch.stage not in of_prompts]
     sizes = [span.batch.bucket for span in padded]
     starts, ends = [span.start for span in padded], [span.end for span in padded]
     axes.hlines(sizes, starts, ends, "#555555", linewidth=1, rasterized=rasterized)
@@ -331,6 +369,8 @@ def _legend(figure: Any, colours: dict[tuple[str, int], str], marks: bool, time:
     from matplotlib.patches import Patch
 
     names = {
+        "loop": "loop {}",
+        "chunk": "prompt, loop {}",
         "prefill": "prefill (prompt tokens)",
         "coda": "coda alone",
         "lost": "no results",
@@ -339,7 +379,7 @@ def _legend(figure: Any, colours: dict[tuple[str, int], str], marks: bool, time:
     handles = []
     for (kind, depth), colour in colours.items():
         edge, hatch = _HATCHED.get(kind), "////" if kind in _HATCHED else None
-        label = names.get(kind, f"loop {depth}")
+        label = names[kind].format(depth)
         handles.append(Patch(facecolor=colour, edgecolor=edge, hatch=hatch, label=label))
     if marks:
         dot = {"marker": "o", "linestyle": "none", "color": "black", "markersize": 4}
@@ -368,6 +408,12 @@ def _title(trace: RunTrace, spans: Sequence[Span], requests: int, time: bool) ->
         idle = sum(end - start for start, end in idle_gaps(spans)) / max(seconds, 1e-9)
         title += f"; {seconds:,.3f} s, of it nothing in flight {100 * idle:.1f} %"
     return title
+
+
+def _lighter(colour: str) -> str:
+    """Half way to white."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{(part + 255) // 2:02x}" for part in parts)
 
 
 def _short(name: str) -> str:

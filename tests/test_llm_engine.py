@@ -14,6 +14,8 @@ from rlt_jax import (
     SamplingParams,
     SchedulerConfig,
 )
+from rlt_jax.engine.types import Stage
+from tests.support import watch
 
 OPTIONS = {
     "cache_config": CacheConfig(num_blocks=64, block_size=8),
@@ -230,3 +232,39 @@ def test_stats_tell_what_is_there_and_what_was_done(checkpoint):
     assert most == 1  # one is collected in each step
     assert (stats["running"], stats["in_flight"]) == (0, 0)
     assert stats["executables"] >= 3
+
+
+def test_stats_of_mixed_batches_count_decode_rows_and_prompts_apart(checkpoint):
+    engine = LLMEngine(
+        checkpoint,
+        cache_config=CacheConfig(num_blocks=256),
+        scheduler_config=SchedulerConfig(
+            4, 16, mode="mixed", prefill_chunk_size=4, wavefront_chunked_prefill=True
+        ),
+        execution_config=ExecutionConfig(
+            async_scheduling=True, exit_decision="device", min_row_bucket=4, min_prefill_bucket=16
+        ),
+    )
+    watched = watch(engine._parts)
+    gated = SamplingParams(max_tokens=9, min_loops=1, exit_threshold=0.5, ignore_eos=True)
+    for i in range(3):
+        engine.add_request(str(i), [1] * (3 + 6 * i), gated)
+    outputs, staged = {}, 0
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+        now = engine.stats()
+        waiting = sum(now[name] for name in ("prefill", "recurrent", "coda", "held"))
+        assert waiting <= now["running"] <= 3
+        assert now["staged"] <= now["prefill"]
+        staged = max(staged, now["staged"])
+    stats, batches = engine.stats(), watched.batches
+    assert staged == 3
+    assert any(b.stage is Stage.MIXED and b.rows.num_decode for b in batches)
+    depths = [depth for output in outputs.values() for depth in output.exit_depths]
+    assert stats["mean_depth"] == sum(depths) / stats["output_tokens"] < 4
+    decoding = [batch.rows.num_decode for batch in batches if batch.rows.num_decode]
+    assert stats["batch_occupancy"] == sum(decoding) / (4 * len(decoding))  # one bucket, of 4
+    loops = [row for b in batches for row in b.rows if row.depth and not row.size]
+    needed = sum(depth for output in outputs.values() for depth in output.exit_depths[1:])
+    assert stats["idle_row_loops"] == len(loops) - needed > 0
+    assert (stats["running"], stats["staged"], stats["in_flight"]) == (0, 0, 0)

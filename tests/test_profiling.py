@@ -48,7 +48,11 @@ def test_every_batch_has_a_name_in_the_profile(llm, tmp_path):
 ROWS = {
     "prefill rows=2 tokens=5": (
         Stage.PREFILL,
-        [Row(0, 0, 0, 4, tokens=(1, 2, 3)), Row(1, 1, 0, 4, tokens=(1, 2))],
+        [Row(0, 0, 0, 4, size=3), Row(1, 1, 0, 4, size=2)],
+    ),
+    "mixed rows=3 tokens=5 depths=1-3": (
+        Stage.MIXED,
+        [Row(0, 0, 5, 3), Row(1, 1, 0, 2, size=3), Row(1, 1, 3, 1, size=2)],
     ),
     "recurrent rows=3 depths=1-3": (Stage.RECURRENT, [Row(i, i, 5, i + 1) for i in range(3)]),
     "boundary rows=2 depths=1": (Stage.BOUNDARY, [Row(0, 0, 5, 1), Row(1, 1, 5, 0, 3)]),
@@ -66,6 +70,12 @@ def test_a_dispatch_of_several_tokens_says_so():
     rows = Rows.of([Row(i, i, 5, 4, 4) for i in range(2)])
     batch = SchedulerOutput(1, Stage.TOKENS, rows, num_tokens=4)
     assert name_of(batch) == "tokens rows=2 depths=4 num_tokens=4"
+
+
+def test_several_loops_of_prompts_say_so():
+    rows = Rows.of([Row(0, 0, 0, 2, size=3)])
+    batch = SchedulerOutput(1, Stage.MIXED, rows, num_loops=3)
+    assert name_of(batch) == "mixed rows=1 tokens=3 depths=2 num_loops=3"
 
 
 def test_one_profile_at_a_time(llm, tmp_path):

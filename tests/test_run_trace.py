@@ -7,8 +7,22 @@ import re
 
 import pytest
 
-from rlt_jax import LLM, ExitConfig, SamplingParams
-from rlt_jax.engine.types import BatchError, DeviceLostError, Stage
+from rlt_jax import (
+    LLM,
+    ExecutionConfig,
+    ExitConfig,
+    LLMEngine,
+    SamplingParams,
+    SchedulerConfig,
+)
+from rlt_jax.engine.types import (
+    BatchError,
+    DeviceLostError,
+    Row,
+    Rows,
+    SchedulerOutput,
+    Stage,
+)
 from rlt_jax.run_trace import TraceRecorder, read_trace
 from tests.engine.fake_device import FakeDevice, fake_engine, run
 from tests.tiny import ADAPTIVE, OPTIONS
@@ -91,6 +105,45 @@ def test_whole_tokens_say_how_many(tmp_path):
     rows = [row for _, row in rows_of(trace, "a") if row.exit_depth]
     assert sum(row.num_tokens for row in rows) == 9
     assert max(row.num_tokens for row in rows) == 2
+
+
+@pytest.mark.parametrize("mode", ["mixed", "refill"])
+def test_a_wavefront_s_chunks_are_recorded_at_every_depth(tmp_path, mode):
+    core, _ = fake_engine(
+        mode=mode, wavefront_chunked_prefill=True, prefill_chunk_size=2, max_num_batched_tokens=8
+    )
+    prompt = tuple(range(7))
+    trace = record(core, tmp_path, "ab", GATED, lambda core: core.add_request("c", prompt, GATED))
+    chunks = [(b, r) for b, r in rows_of(trace, "c") if b.stage is Stage.MIXED and r.tokens]
+    assert {(row.position, row.tokens) for _, row in chunks} == {(0, 2), (2, 2), (4, 2), (6, 1)}
+    for position in (0, 2, 4, 6):
+        loops = [row.depth for _, row in chunks if row.position == position]
+        assert loops == [1, 2, 3, 4]
+    beside = {batch.sequence for batch, row in chunks if any(not r.tokens for r in batch.rows)}
+    assert bool(beside) == (mode == "mixed")
+
+
+def test_loops_in_one_submission_are_recorded(tmp_path):
+    """A prompt that was begun beside a decode row goes on alone when that has ended."""
+    core, _ = fake_engine(mode="mixed", max_num_batched_tokens=8)
+    short = SamplingParams(max_tokens=3, max_loops=2)
+
+    def more(core):
+        core.add_request("b", tuple(range(7)), GATED)
+
+    trace = record(core, tmp_path, "a", short, more)
+    loops = [(row.depth, b.num_loops) for b, row in rows_of(trace, "b") if b.stage is Stage.MIXED]
+    assert loops == [(1, 1), (2, 1), (3, 2)]
+
+
+def test_a_mixed_batch_s_bucket_is_of_its_prompt_tokens(checkpoint):
+    scheduler = SchedulerConfig(4, 32, mode="mixed")
+    execution = ExecutionConfig(min_row_bucket=4, min_prefill_bucket=8)
+    options = {**OPTIONS, "scheduler_config": scheduler, "execution_config": execution}
+    engine = LLMEngine(checkpoint, **options)
+    chunks = [Row(1, 1, 0, 2, size=5), Row(1, 1, 5, 1, size=4, tokens=(1, 2, 3, 4))]
+    for rows, bucket in ((chunks[1:], 8), ([Row(0, 0, 5, 3), *chunks], 32)):
+        assert engine._bucket_of(SchedulerOutput(1, Stage.MIXED, Rows.of(rows))) == bucket
 
 
 def record(core, tmp_path, requests, params, during=lambda core: None):
@@ -302,6 +355,7 @@ BATCH |= {"error": None, "rows": [ROW]}
         ({"bucket": "4"}, "bucket = '4': must be an integer"),
         ({"submitted": float("nan")}, "submitted = nan: must be a finite number"),
         ({"collected": 0.05}, "collected = 0.05: must be >= submitted = 0.1"),
+        ({"num_loops": 0}, "num_loops = 0: must be an integer >= 1"),
         ({"rows": []}, "rows = []: must be at least one"),
         ({"rows": [{**ROW, "request": 5}]}, "request = 5: must be a string"),
         ({"rows": [{**ROW, "depth": -1}]}, "depth = -1: must be an integer >= 0"),

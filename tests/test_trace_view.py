@@ -11,6 +11,7 @@ from rlt_jax.engine.types import Stage
 from rlt_jax.run_trace import TracedBatch, TracedRow, TraceRecorder, read_trace
 from rlt_jax.trace_view import (
     Span,
+    cells_in,
     cells_of,
     choose,
     draw_trace,
@@ -27,8 +28,16 @@ def row(depth=0, exit_depth=0, tokens=0, num_tokens=1, generation=0):
     return TracedRow(f"request {generation}", generation, 5, depth, exit_depth, tokens, num_tokens)
 
 
-def batch(sequence=1, stage=Stage.RECURRENT, submitted=0.0, collected=1.0, rows=(), error=None):
-    return TracedBatch(sequence, stage, 4, submitted, collected, error, tuple(rows))
+def batch(
+    sequence=1,
+    stage=Stage.RECURRENT,
+    submitted=0.0,
+    collected=1.0,
+    rows=(),
+    error=None,
+    num_loops=1,
+):
+    return TracedBatch(sequence, stage, 4, submitted, collected, error, tuple(rows), num_loops)
 
 
 def write(path, batches, header=None):
@@ -52,6 +61,8 @@ def recorded(checkpoint, tmp_path_factory):
 
 PLACES = {
     "prefill": (Stage.PREFILL, row(4, tokens=7), [("prefill", 0, 0, 1, "7")], []),
+    "a prompt's loop": (Stage.MIXED, row(2, tokens=7), [("chunk", 2, 0, 1, "2")], []),
+    "a loop beside prompts": (Stage.MIXED, row(2), [("loop", 2, 0, 1, "2")], []),
     "loop": (Stage.RECURRENT, row(3), [("loop", 3, 0, 1, "3")], []),
     "exit, then a loop": (Stage.BOUNDARY, row(1, 3), [("loop", 1, 0, 1, "1")], [0]),
     "exit alone": (Stage.CODA, row(0, 3), [("coda", 0, 0, 1, "")], [0.5]),
@@ -78,6 +89,29 @@ def test_a_row_s_place_shows_what_it_ran_and_where_tokens_come_out(case):
     assert [(c.kind, c.depth, c.start, c.end, c.text) for c in found] == cells
     assert {cell.y for cell in found} == {3}
     assert token_marks(span, one) == marks
+
+
+def test_several_loops_of_a_prompt_lie_one_after_the_other():
+    span = Span(batch(stage=Stage.MIXED, num_loops=2), 0.0, 1.0)
+    found = list(cells_of(span, row(3, tokens=7), 0, 4, {}))
+    assert [(c.kind, c.depth, c.start, c.end) for c in found] == [
+        ("chunk", 3, 0, 0.5),
+        ("chunk", 4, 0.5, 1),
+    ]
+
+
+def test_decode_rows_and_the_chunks_of_a_prompt_share_a_column():
+    """Chunks below each other, the first and deepest one on top."""
+    rows = [row(3), *(row(depth, tokens=4, generation=1) for depth in (3, 2, 1))]
+    span = Span(batch(stage=Stage.MIXED, rows=rows), 0.0, 1.0)
+    found = list(cells_in(span, {0: 0, 1: 1}, 4, {}))
+    assert {(cell.start, cell.end) for cell in found} == {(0, 1)}
+    assert [(c.kind, c.depth, c.y, c.line, c.lines) for c in found] == [
+        ("loop", 3, 0, 0, 1),
+        ("chunk", 3, 1, 0, 3),
+        ("chunk", 2, 1, 1, 3),
+        ("chunk", 1, 1, 2, 3),
+    ]
 
 
 def test_a_loop_after_its_token_had_left_is_shown_as_run_in_vain():
@@ -142,6 +176,16 @@ def test_title_legend_and_axes_tell_what_is_seen(recorded, tmp_path):
     found = texts(time)
     assert any(re.search(r"s, of it nothing in flight \d+\.\d %$", t) for t in found)
     assert {"nothing in flight", "seconds since the trace was started"} <= set(found)
+
+
+def test_a_mixed_batch_shows_loops_of_prompts_and_no_padded_rows(tmp_path):
+    prompts = [row(depth, tokens=4, generation=1) for depth in (2, 1)]
+    path = write(tmp_path / "run.jsonl", [batch(stage=Stage.MIXED, rows=[row(3), *prompts])])
+    draw_trace(path, str(tmp_path / "x.svg"), width=4)
+    found = texts(tmp_path / "x.svg")
+    assert {"loop 3", "prompt, loop 1", "prompt, loop 2", "1", "2", "3"} <= set(found)
+    drawn = re.findall("#555555", (tmp_path / "x.svg").read_text())
+    assert len(drawn) == 1  # the legend's: the bucket is of prompt tokens
 
 
 def test_the_same_trace_gives_the_same_file(recorded, tmp_path):
