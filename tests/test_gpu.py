@@ -53,9 +53,28 @@ def test_float32_tokens_and_depths_equal_the_pytorch_oracle(shape, tokens_per_di
         for i, one in enumerate(work):
             comparison.compare(one, outputs[str(i)], SHAPES[shape].layout)
     comparison.check(min_tokens=100)
-    assert {batch.stage for batch in watched.batches} == set(Stage)
+    assert {batch.stage for batch in watched.batches} == set(Stage) - {Stage.MIXED}
     assert {batch.num_tokens for batch in watched.batches} == {1, tokens_per_dispatch}
     assert watched.most_in_flight == 2
+
+
+def test_mixed_batches_give_float32_tokens_and_depths_of_refill_and_compile_nothing_late():
+    work = [
+        dataclasses.replace(one, arrival=3 * i)
+        for i, one in enumerate(random_work(numbers=30, count=12))
+    ]
+    expected = drive(build_engine("tight"), work)
+    for wavefront in (False, True):
+        engine = build_engine("tight", mode="mixed", wavefront_chunked_prefill=wavefront)
+        watched = watch(engine)
+        outputs = drive(engine, work)
+        for i in expected:
+            assert outputs[i].token_ids == expected[i].token_ids
+            assert outputs[i].exit_depths == expected[i].exit_depths
+        mixed = [batch.rows for batch in watched.batches if batch.stage is Stage.MIXED]
+        assert any(0 < rows.num_decode < len(rows) for rows in mixed)
+        assert any(len(set(rows.slot)) < len(rows) for rows in mixed) == wavefront
+        assert engine.programs.late_compiles == 0
 
 
 def test_the_pool_stays_at_its_address_and_steps_read_nothing_outside_collect():

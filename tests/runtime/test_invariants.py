@@ -20,6 +20,9 @@ from tests.support import SHAPES, build_engine, drive, random_work, watch
 
 ADAPTIVE = SamplingParams(max_tokens=45, exit_threshold=0.6, temperature=0.7, seed=1)
 FULL_DEPTH = SamplingParams(max_tokens=45)
+STAGED = {"mode": "mixed", "wavefront_chunked_prefill": True}
+# Shapes and scheduling.
+ENGINES = [*((shape, {}) for shape in SHAPES), ("tight", STAGED)]
 
 
 def mixed_work():
@@ -104,31 +107,37 @@ def test_a_program_that_copies_the_pool_would_be_noticed():
 
 
 @pytest.mark.parametrize("params", [ADAPTIVE, FULL_DEPTH], ids=["adaptive", "full depth"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_kv_pool_stays_at_its_address_over_200_steps(shape, params):
-    engine = build_engine(shape)
+@pytest.mark.parametrize(("shape", "scheduling"), ENGINES, ids=str)
+def test_the_device_state_stays_at_its_addresses_over_200_steps(shape, scheduling, params):
+    engine = build_engine(shape, **scheduling)
     core, watched = engine.core, watch(engine)
-    address = engine.runner.state.kv.pool.unsafe_buffer_pointer()
+
+    def addresses():
+        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine.runner.state)]
+
+    before = addresses()
     for i in range(4):
         core.add_request(str(i), [i + 1, 2, 3], params)
     for step in range(200):
         if not core.has_unfinished_requests():
             core.add_request(f"more {step}", [5] * 17, params)
         core.step()
-        assert engine.runner.state.kv.pool.unsafe_buffer_pointer() == address, step
+        assert addresses() == before, step
     stages = {batch.stage for batch in watched.batches}
     assert (Stage.BOUNDARY if params is ADAPTIVE else Stage.TOKENS) in stages
+    assert (Stage.MIXED in stages) == bool(scheduling)
     assert watched.most_in_flight == 2
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_nothing_compiles_in_a_run_of_200_steps_after_warm_up(shape, monkeypatch):
+@pytest.mark.parametrize(("shape", "scheduling"), ENGINES, ids=str)
+def test_nothing_compiles_in_a_run_of_200_steps_after_warm_up(shape, scheduling, monkeypatch):
     monkeypatch.setattr(compilation, "late_compile_is_error", True)
-    engine = build_engine(shape, tokens_per_dispatch=4)
+    engine = build_engine(shape, tokens_per_dispatch=4, **scheduling)
     engine.programs.warm_up()
     watched = watch(engine)
     run_batches(engine)  # the first fetches and transfers of a process may compile
-    assert {batch.stage for batch in watched.batches} == set(Stage) - {Stage.MIXED}
+    reached = set(Stage) if scheduling else set(Stage) - {Stage.MIXED}
+    assert {batch.stage for batch in watched.batches} == reached
     assert {batch.num_tokens for batch in watched.batches} == {1, 4}
     compiles = []
 
