@@ -1,5 +1,7 @@
 """Both failure classes on the real runner: before dispatch, and at or after it."""
 
+import itertools
+
 import jax
 import pytest
 
@@ -29,14 +31,14 @@ def assert_empty(core):
     assert core.scheduler.block_tables() == {}
 
 
-def fail_once(monkeypatch, programs, kind, failure):
-    """The next program of this kind is handed to failure(executable, args)."""
-    real, left = programs.get, [1]
+def fail_once(monkeypatch, programs, kind, failure, which=1):
+    """The next program of this kind, or the one `which` calls ahead, is what failure(executable)
+    gives."""
+    real, calls = programs.get, itertools.count(1)
 
     def get(wanted, bucket):
         executable = real(wanted, bucket)
-        if wanted is kind and left:
-            left.pop()
+        if wanted is kind and next(calls) == which:
             return failure(executable)
         return executable
 
@@ -58,23 +60,27 @@ def at_dispatch(executable):
     return call
 
 
-# A program, and requests that reach it.
+# A program, and requests and options that reach it.
+WAVES = {"mode": "mixed", "wavefront_chunked_prefill": True, "prefill_chunk_size": 1}
 REACHED = [
-    (Kind.PREFILL, ADAPTIVE),
-    (Kind.BOUNDARY_GREEDY, ADAPTIVE),
-    (Kind.RECURRENT, ADAPTIVE),
-    (Kind.CODA_GREEDY, FULL_DEPTH),
-    (Kind.TOKEN_GREEDY, FULL_DEPTH),
+    (Kind.PREFILL, ADAPTIVE, {}),
+    (Kind.BOUNDARY_GREEDY, ADAPTIVE, {}),
+    (Kind.RECURRENT, ADAPTIVE, {}),
+    (Kind.CODA_GREEDY, FULL_DEPTH, {}),
+    (Kind.TOKEN_GREEDY, FULL_DEPTH, {}),
+    (Kind.MIXED, ADAPTIVE, WAVES),
 ]
 
 
-@pytest.mark.parametrize(("kind", "params"), [*REACHED, (Kind.SET_SLOTS, ADAPTIVE)])
-def test_a_failure_before_dispatch_ends_only_that_batch(kind, params, monkeypatch):
-    engine = build_engine("roomy")
+@pytest.mark.parametrize(
+    ("kind", "params", "options"), [*REACHED, (Kind.SET_SLOTS, ADAPTIVE, {})], ids=str
+)
+def test_a_failure_before_dispatch_ends_only_that_batch(kind, params, options, monkeypatch):
+    engine = build_engine("roomy", **options)
     core = engine.core
     core.add_request("bystander", [9, 8, 7], params)
     for _ in range(2):
-        core.step()  # prefilled and sampled once
+        core.step()  # prefilled and sampled once, or in the middle of a wave
     core.add_request("victim", [1, 2], params)
     pointer = engine.runner.state.kv.pool.unsafe_buffer_pointer()
     fail_once(monkeypatch, engine.programs, kind, before_dispatch)
@@ -94,9 +100,11 @@ def test_a_failure_before_dispatch_ends_only_that_batch(kind, params, monkeypatc
     assert outputs_of(core)["again"].token_ids == healthy([1, 2], params)
 
 
-@pytest.mark.parametrize(("kind", "params"), REACHED)
-def test_a_failure_at_dispatch_fails_the_running_and_keeps_the_waiting(kind, params, monkeypatch):
-    engine = build_engine("roomy")
+@pytest.mark.parametrize(("kind", "params", "options"), REACHED, ids=str)
+def test_a_failure_at_dispatch_fails_the_running_and_keeps_the_waiting(
+    kind, params, options, monkeypatch
+):
+    engine = build_engine("roomy", **options)
     core, watched = engine.core, watch(engine)
     prompts = {str(i): [i + 1, 2, 3] for i in range(7)}  # four run, three wait
     for name, prompt in prompts.items():
@@ -111,6 +119,26 @@ def test_a_failure_at_dispatch_fails_the_running_and_keeps_the_waiting(kind, par
         else:
             assert outputs[name].token_ids == healthy(prompt, params)
     assert watched.most_in_flight == 2
+    assert_empty(core)
+
+
+@pytest.mark.parametrize("failure", [before_dispatch, at_dispatch])
+@pytest.mark.parametrize("batch", range(1, 8))
+def test_a_failure_in_any_batch_of_a_wave_leaves_nothing_between_its_loops(
+    batch, failure, monkeypatch
+):
+    """Four chunks, in seven batches; the name is used again at once."""
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    engine = build_engine("roomy", wavefront_chunked_prefill=True, prefill_chunk_size=2)
+    core, watched = engine.core, watch(engine)
+    core.add_request("a", prompt, ADAPTIVE)
+    fail_once(monkeypatch, engine.programs, Kind.MIXED, failure, batch)
+    assert outputs_of(core)["a"].finish_reason == "error"
+    assert [batch.stage for batch in watched.batches] == [Stage.MIXED] * batch
+    assert core.scheduler.stats()["staged"] == 0
+    assert_empty(core)
+    core.add_request("a", prompt, ADAPTIVE)
+    assert outputs_of(core)["a"].token_ids == healthy(prompt, ADAPTIVE)
     assert_empty(core)
 
 
