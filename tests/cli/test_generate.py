@@ -14,7 +14,7 @@ import types
 import pytest
 
 from rlt_jax import LLM
-from rlt_jax.engine.types import BatchError
+from rlt_jax.engine.types import BatchError, Stage
 from rlt_jax.llm_engine import LLMEngine
 from rlt_jax.runtime.runner import Runner
 from rlt_jax.terminal import TokenTexts
@@ -82,6 +82,25 @@ def test_several_prompts_are_answered_in_order(generate, expected):
     answers = [prompt + neutral(output.text) for prompt, output in zip(PROMPTS, expected)]
     assert out == "".join(f"{answer}\n\n" for answer in answers)
     assert re.fullmatch(rf"2 prompts, 24 tokens in .* tokens/s.*; {depths_of(expected)}\n", err)
+
+
+def test_prompts_that_run_beside_decode_rows_are_answered_the_same(generate, monkeypatch, expected):
+    """The second prompt is the longer one: it is in its loops when the first one decodes."""
+    submit, chunks = Runner.submit, []
+
+    def watched(runner, batch):
+        if batch.stage is Stage.MIXED:
+            chunks.append((batch.rows.num_decode, len(batch.rows) - batch.rows.num_decode))
+        return submit(runner, batch)
+
+    monkeypatch.setattr(Runner, "submit", watched)
+    staged = ("--mode=mixed", "--wavefront-chunked-prefill", "--prefill-chunk-size=2")
+    status, out, _ = generate(*prompt_flags(), "--json", *staged)
+    assert status == 0
+    for one, output in zip(parse_lines(out), expected, strict=True):
+        assert one["token_ids"] == list(output.token_ids)
+        assert one["exit_depths"] == list(output.exit_depths)
+    assert (1, 4) in chunks
 
 
 def depths_of(outputs):

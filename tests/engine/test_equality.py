@@ -249,17 +249,23 @@ def workloads(draw):
     return work
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_replaying_recorded_depths_gives_the_same_tokens_without_the_gate(shape):
+@pytest.mark.parametrize(
+    ("shape", "scheduling"),
+    [case for case in CASES if case[1] in (MODES[0], MODES[3], *STAGED)],
+    ids=str,
+)
+def test_replaying_recorded_depths_gives_the_same_tokens_without_the_gate(shape, scheduling):
     work = random_work(numbers=6, count=10)
     recorded = drive(build_engine(shape), work)
     depths = {name: list(output.exit_depths) for name, output in recorded.items()}
     trace = ExitConfig(mode="trace", depths_by_request=depths)
-    engine = build_engine(shape, exit_config=trace, prefill_chunk_size=5)
+    engine = build_engine(shape, exit_config=trace, **scheduling)
     watched = watch(engine)
     assert essence(drive(engine, work)) == essence(recorded)
     seen = features(watched)
     assert seen["mixed depths"] and not seen["gates"]
+    assert bool(seen["prompts beside decode rows"]) == (scheduling["mode"] == "mixed")
+    assert bool(seen["chunks side by side"]) == ("wavefront_chunked_prefill" in scheduling)
     assert len({depth for one in depths.values() for depth in one}) >= 3
 
 
