@@ -26,37 +26,14 @@ from rlt_jax.engine.types import (
     Stage,
 )
 from tests.engine.fake_device import as_columns
-
-FULL_DEPTH = 4
-VOCAB_SIZE = 29
-
-# -- the model: hashes of integers, which are the same in every process -------------------------
-
-
-def read_prompt(text: int, token: int) -> int:
-    """What the device knows of a prompt after one more token."""
-    return hash((text, token))
-
-
-def prelude(text: int, position: int, token: int) -> int:
-    return hash((text, position, token))
-
-
-def loop(hidden: int, depth: int) -> int:
-    return hash((hidden, depth))
-
-
-def gate(hidden: int) -> np.float32:
-    """The hazard: 0, 1/10, ... 1."""
-    return np.float32(hidden % 11) / np.float32(10)
-
-
-def coda(hidden: int, draw: tuple[int, ...] = ()) -> int:
-    """The next token. draw: seed and output index where it is sampled, nothing where greedy."""
-    return hash((hidden, draw)) % VOCAB_SIZE
-
-
-# -- the device ----------------------------------------------------------------------------------
+from tests.engine.simulated_model import (
+    FULL_DEPTH,
+    coda,
+    gate,
+    loop,
+    prelude,
+    read_prompt,
+)
 
 FAILURES = (
     "batch error",

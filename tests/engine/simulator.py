@@ -25,17 +25,16 @@ from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
 from rlt_jax.engine.scheduler import Scheduler
 from rlt_jax.outputs import RequestOutput
 from rlt_jax.sampling_params import SamplingParams
-from tests.engine import simulated_device as device_model
+from tests.engine import simulated_model as model
 from tests.engine.simulated_device import (
     FAILURES,
-    FULL_DEPTH,
-    VOCAB_SIZE,
     Interrupt,
     Limits,
     ResetError,
     SimulatedDevice,
     Trigger,
 )
+from tests.engine.simulated_model import FULL_DEPTH, VOCAB_SIZE
 
 # -- workloads -----------------------------------------------------------------------------------
 
@@ -247,20 +246,20 @@ def expected_output(ask: Ask, workload: Workload) -> tuple[list[int], list[int],
     """Tokens, exit depths and the finish reason of a request that nothing comes in between of."""
     params, text = ask.params, 0
     for token in ask.prompt:
-        text = device_model.read_prompt(text, token)
+        text = model.read_prompt(text, token)
     last, tokens, depths = ask.prompt[-1], [], []
     for i in range(params.max_tokens):
-        hidden = device_model.prelude(text, len(ask.prompt) - 1 + i, last)
+        hidden = model.prelude(text, len(ask.prompt) - 1 + i, last)
         signals = []
         leaves = False
         while not leaves:
-            hidden = device_model.loop(hidden, len(signals) + 1)
-            signals.append(device_model.gate(hidden))
+            hidden = model.loop(hidden, len(signals) + 1)
+            signals.append(model.gate(hidden))
             if i == 0:
                 leaves = len(signals) == FULL_DEPTH
             else:
                 leaves = EXIT_MODES[workload.exit_mode].leaves(ask, i, signals)
-        last = device_model.coda(hidden, (params.seed, i) if params.temperature > 0 else ())
+        last = model.coda(hidden, (params.seed, i) if params.temperature > 0 else ())
         tokens.append(last)
         depths.append(len(signals))
         is_eos = last in workload.eos_token_ids and not params.ignore_eos

@@ -31,8 +31,19 @@ MODES = {
     "random_lookahead": (ExitConfig(mode="random_lookahead", seed=3), LOOKAHEAD, [HOST, AHEAD]),
     "weighted": (ExitConfig(mode="weighted"), FULL, [HOST, AHEAD]),
 }
-CELLS = [(mode, pipeline) for mode, (_, _, pipelines) in MODES.items() for pipeline in pipelines]
 SHAPE_OF = {"last_exited": "tight", "shared": "shared"}
+# How batches are made, and how many are in flight.
+REFILL = [({"mode": "refill"}, 2), ({"mode": "no_refill"}, 2), ({"mode": "refill"}, 3)]
+STAGED = [({"mode": "mixed"}, 2), ({"mode": "mixed", "wavefront_chunked_prefill": True}, 3)]
+CELLS = [
+    (mode, pipeline, layout, scheduling, max_in_flight)
+    for mode, (_, _, pipelines) in MODES.items()
+    for pipeline in pipelines
+    for layout in SHAPE_OF
+    # Mixed batches are refused with the others.
+    for scheduling, max_in_flight in REFILL
+    + (STAGED if mode != "weighted" and layout == "last_exited" else [])
+]
 
 
 @functools.cache
@@ -42,29 +53,22 @@ def synchronous(mode: str, layout: str):
     return drive(build_engine(SHAPE_OF[layout], exit_config=exits, max_in_flight=1), work)
 
 
-@pytest.mark.parametrize("layout", SHAPE_OF)
-@pytest.mark.parametrize(("mode", "pipeline"), CELLS)
 @pytest.mark.parametrize(
-    ("scheduling", "max_in_flight"),
-    [("refill", 2), ("no_refill", 2), ("refill", 3), ("mixed", 2), ("mixed, wavefront", 3)],
+    ("mode", "pipeline", "layout", "scheduling", "max_in_flight"), CELLS, ids=str
 )
 def test_tokens_and_depths_are_those_of_the_plain_run(
     mode, pipeline, layout, scheduling, max_in_flight
 ):
     exits, work, _ = MODES[mode]
     run_ahead, decision = pipeline
-    scheduling, *wavefront = scheduling.split(", ")
-    if scheduling == "mixed" and (layout == "shared" or mode == "weighted"):
-        pytest.skip("refused")
     engine = build_engine(
         SHAPE_OF[layout],
         exit_config=exits,
         max_in_flight=max_in_flight,
         async_scheduling=run_ahead,
         exit_decision=decision,
-        mode=scheduling,
         prefill_chunk_size=7,
-        wavefront_chunked_prefill=bool(wavefront),
+        **scheduling,
     )
     watched = watch(engine)
     outputs = drive(engine, work)
@@ -79,8 +83,8 @@ def test_tokens_and_depths_are_those_of_the_plain_run(
         assert seen[Stage.TOKENS] and not seen[Stage.RECURRENT] and not seen["gates"]
     else:
         assert seen["gates"] and len(set(depths)) >= 3
-        assert bool(seen["mixed depths"]) == (scheduling != "no_refill")
-        assert bool(seen["prompts beside decode rows"]) == (scheduling == "mixed")
+        assert bool(seen["mixed depths"]) == (scheduling["mode"] != "no_refill")
+        assert bool(seen["prompts beside decode rows"]) == (scheduling["mode"] == "mixed")
     signals_in_flight = most_signals_in_flight(watched)
     assert signals_in_flight == (0 if mode == "weighted" else 1 + run_ahead)
     in_vain = totals["idle_row_loops"]

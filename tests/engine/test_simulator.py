@@ -19,7 +19,8 @@ from rlt_jax.engine.scheduler import Scheduler
 from rlt_jax.engine.staging import Staging
 from rlt_jax.engine.types import Stage
 from rlt_jax.sampling_params import SamplingParams
-from tests.engine.simulated_device import FAILURES, FULL_DEPTH, SimulatedDevice
+from tests.engine.simulated_device import FAILURES, SimulatedDevice
+from tests.engine.simulated_model import FULL_DEPTH
 from tests.engine.simulator import EXIT_MODES, Ask, Choices, Workload, make_workload, simulate
 
 SOAK_BATCHES = 100_000
