@@ -109,8 +109,7 @@ class Batcher:
         if self._at(HELD).any():
             return None
         recurrent, coda = self._at(RECURRENT), self._at(CODA)
-        exits = np.count_nonzero(coda)
-        if exits >= self._config.min_coda_batch_size or (exits and not recurrent.any()):
+        if self._enough_exits(recurrent, coda):
             return self._decode(Stage.CODA)
         if not recurrent.any():
             return self._prompts()

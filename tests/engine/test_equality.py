@@ -73,7 +73,10 @@ def features(watched: Watched, eos: tuple[int, ...] = ()) -> Counter:
         seen["several prompts"] += batch.stage is Stage.PREFILL and len(batch.rows) > 1
         if batch.stage is Stage.MIXED:
             prompts = [row.generation for row in batch.rows if row.size]
-            seen["prompts beside decode rows"] += len(prompts) < len(batch.rows)
+            beside = len(prompts) < len(batch.rows)
+            seen["prompts beside decode rows"] += beside
+            loops = {row.depth for row in batch.rows if row.size}
+            seen["prompts at several loops beside decode rows"] += beside and len(loops) > 1
             seen["chunks side by side"] += len(set(prompts)) < len(prompts)
             seen["several loops"] += batch.num_loops > 1
     for result in watched.results:
@@ -141,7 +144,9 @@ def test_every_schedule_gives_each_request_what_it_gets_alone(
     assert bool(seen["boundary of mixed depths"]) == bool(seen["mixed depths"]) == refill
     assert seen["codas of 3"] or "min_coda_batch_size" not in scheduling
     assert seen["chunked prompts"] >= 5 or "prefill_chunk_size" not in scheduling
-    assert bool(seen["prompts beside decode rows"]) == (scheduling["mode"] == "mixed")
+    mixed = scheduling["mode"] == "mixed"
+    assert bool(seen["prompts beside decode rows"]) == mixed
+    assert bool(seen["prompts at several loops beside decode rows"]) == mixed
     assert bool(seen["chunks side by side"]) == ("wavefront_chunked_prefill" in scheduling)
     assert watched.most_in_flight == max_in_flight
     assert bool(seen["several tokens"]) == (tokens_per_dispatch > 1)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlt_jax.engine.slots import RequestStage
 from rlt_jax.engine.staging import Part, Staging
 from rlt_jax.engine.types import Stage
 from tests.engine.fake_device import (
@@ -193,6 +194,22 @@ def test_with_no_budget_beside_decode_rows_prompts_take_turns_with_them(kind, ma
     assert "PP" not in stages and stages.count("P") == 3
     run(core)
     assert_empty(core)
+
+
+def test_a_row_waits_for_no_others_to_sample_where_whole_tokens_bring_none():
+    core, device = fake_engine(
+        mode="mixed", max_num_batched_tokens=2, min_coda_batch_size=3, max_in_flight=1
+    )
+    for i in range(2):
+        core.add_request(str(i), [1], params(max_tokens=60))
+    while "T" not in device.stages():
+        core.step()
+    core.add_request("short", [5] * 2, params(max_tokens=1))
+    core.add_request("long", [5] * 30, params(max_tokens=1))
+    while core.scheduler.find("short"):
+        core.step()
+    assert core.scheduler.stage_of("long") is RequestStage.PREFILL
+    run(core)
 
 
 def test_prompts_wait_for_held_rows_and_go_with_them():
