@@ -235,7 +235,8 @@ class Batcher:
         if not self._staging and not regroups:
             return Choice(Stage.PREFILL, Rows.of(self._whole_chunks(budget)))
         decoding = self._count_decoding()
-        rows = Rows.of(self._chunks(budget, decoding if self._config.mode == "mixed" else 0))
+        may_join = self._config.mode == "mixed" and decoding < budget
+        rows = Rows.of(self._chunks(budget, decoding if may_join else 0))
         # Decode rows or a next chunk wait no longer than for one loop.
         one_loop = regroups or decoding > 0
         num_loops = 1 if one_loop else self._full_depth + 1 - int(rows.depth.max())
@@ -269,11 +270,11 @@ class Batcher:
                     return rows
                 rows.append(self._prompt_row(slot, chunk.part, chunk.depth + 1, chunk.window))
                 budget -= chunk.part.size
-        budget = min(budget, max(1, budget - others))
+        budget -= others
         side_by_side = self._side_by_side(len(queue))
         for slot in queue:
             part = self._next_part(slot, min(self._config.prefill_chunk_size, budget))
-            if not part.size or len(staging.chunks_of(slot)) >= side_by_side:
+            if part.size <= 0 or len(staging.chunks_of(slot)) >= side_by_side:
                 continue
             window = staging.start(slot, part)
             if window is None:

@@ -196,6 +196,24 @@ def test_with_no_budget_beside_decode_rows_prompts_take_turns_with_them(kind, ma
     assert_empty(core)
 
 
+def test_with_no_budget_beside_decode_rows_a_wave_has_all_of_it_in_its_turn():
+    core, device = fake_engine(
+        mode="mixed",
+        max_num_batched_tokens=4,
+        max_num_seqs=5,
+        prefill_chunk_size=2,
+        wavefront_chunked_prefill=True,
+    )
+    for i in range(4):
+        core.add_request(str(i), [1], params(max_tokens=40))
+    while "T" not in device.stages():
+        core.step()
+    core.add_request("prompt", [5] * 8, params(max_tokens=1))
+    run(core)
+    waves = [[size for _, _, size, _ in chunks(batch)] for batch in device.of(Stage.MIXED)]
+    assert set(map(tuple, waves)) == {(2,), (2, 2)}
+
+
 def test_a_row_waits_for_no_others_to_sample_where_whole_tokens_bring_none():
     core, device = fake_engine(
         mode="mixed", max_num_batched_tokens=2, min_coda_batch_size=3, max_in_flight=1
