@@ -274,13 +274,10 @@ class Batcher:
         side_by_side = self._side_by_side(len(queue))
         for slot in queue:
             part = self._next_part(slot, min(self._config.prefill_chunk_size, budget))
-            if part.size <= 0 or len(staging.chunks_of(slot)) >= side_by_side:
-                continue
-            window = staging.start(slot, part)
-            if window is None:
-                break
-            rows.append(self._prompt_row(slot, part, 1, window, begins=True))
-            budget -= part.size
+            may_start = part.size > 0 and len(staging.chunks_of(slot)) < side_by_side
+            if may_start and (window := staging.start(slot, part)) is not None:
+                rows.append(self._prompt_row(slot, part, 1, window, begins=True))
+                budget -= part.size
         return rows
 
     def _side_by_side(self, prompts: int) -> int:

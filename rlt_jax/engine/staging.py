@@ -54,13 +54,11 @@ class Staging:
         return window
 
     def _first_gap(self, size: int) -> int | None:
-        first = 0
-        placed = itertools.chain.from_iterable(self._chunks.values())
-        for chunk in sorted(placed, key=lambda chunk: chunk.window):
-            if first + size <= chunk.window:
-                break
-            first = chunk.window + chunk.part.size
-        return first if first + size <= self._num_rows else None
+        chunks = itertools.chain.from_iterable(self._chunks.values())
+        placed = sorted((chunk.window, chunk.window + chunk.part.size) for chunk in chunks)
+        starts = [0, *(end for _, end in placed)]  # of the gaps, some of them empty
+        ends = [*(start for start, _ in placed), self._num_rows]
+        return next((first for first, end in zip(starts, ends) if first + size <= end), None)
 
     def advance(self, slot: int, position: int, num_loops: int) -> None:
         """The chunk at this position has run more loops; after its last one it is forgotten."""

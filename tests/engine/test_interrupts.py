@@ -49,11 +49,11 @@ STEP_FUNCTIONS = [
     Batcher._whole_chunks,
     Batcher._chunks,
     Batcher._side_by_side,
-    Batcher._largest_new_chunk,
+    Batcher._count_decoding,
     Batcher._next_part,
     Batcher._prompt_row,
     Staging.chunks_of,
-    Staging.has_ring,
+    Staging._first_gap,
     Staging.start,
     Staging.advance,
     Staging.drop,
@@ -94,7 +94,9 @@ def test_the_functions_of_the_scheduler_are_all_known():
         {
             "mode": "mixed",
             "max_in_flight": 2,
-            "max_num_batched_tokens": 1,
+            "max_num_batched_tokens": 2,
+            "prefill_chunk_size": 1,
+            "num_pages": 8,
             "wavefront_chunked_prefill": True,
         },
     ],
@@ -130,7 +132,8 @@ def run_interrupted(options, interrupted_at):
         token=lambda generation, index: 11 if index == 2 else 7,
         **(decides if "run_ahead" in options else {}),
     )
-    core, device = fake_engine(device, prefill_chunk_size=4, max_num_seqs=3, num_pages=4, **options)
+    sizes = {"prefill_chunk_size": 4, "max_num_seqs": 3, "num_pages": 4}
+    core, device = fake_engine(device, **sizes | options)
     for name, (prompt, params) in requests.items():
         core.add_request(name, prompt, params)
     states = []
