@@ -109,9 +109,9 @@ def run(spec: ReplaySpec, engine: BenchEngine, say: Say) -> Iterator[ReplayRow]:
     recording, mode, configs = spec.recording, spec.mode, engine.configs
     medians: dict[str, _Run] = {}
     repeats: list[_Run] = []
-    _run_once(spec, engine, "recorded")  # warms up
     for work in ("recorded", "full depth", "prefill"):
         say(f"replay: {mode}, {work}")
+        _run_once(spec, engine, work)  # warms up
         measured = _repeat(spec, engine, work)
         medians[work] = sorted(measured, key=lambda run: run.seconds)[len(measured) // 2]
         repeats += measured
