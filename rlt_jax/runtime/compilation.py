@@ -108,7 +108,7 @@ class _Key:
     device: jax.Device
 
 
-# The process keeps the executables of this many engines' shapes, the latest used ones.
+# The process keeps the executables of this many specs, the latest used ones.
 MAX_KEPT_SPECS = 32
 _executables: OrderedDict[_Key, dict[tuple[Kind, int], Future]] = OrderedDict()
 _lock = threading.Lock()
@@ -172,9 +172,12 @@ class Programs:
             executable = self._compiled[kind, bucket] = self._share(kind, bucket)
         return executable
 
+    def _key(self, kind: Kind) -> _Key:
+        return _Key(self.spec.of(kind), self.device)
+
     def _share(self, kind: Kind, bucket: int) -> jax.stages.Compiled:
         """The process's executable of a program, compiled here if nobody has it."""
-        key = _Key(self.spec, self.device)
+        key = self._key(kind)
         with _lock:
             shared = _executables.setdefault(key, {})
             _executables.move_to_end(key)
@@ -211,7 +214,7 @@ class Programs:
         """Compiles everything, largest buckets first."""
         keys = self.all_keys()
         with _lock:
-            missing = set(keys) - _executables.get(_Key(self.spec, self.device), {}).keys()
+            missing = any(key not in _executables.get(self._key(key[0]), {}) for key in keys)
         if missing and self.device.platform == "gpu":
             self._autotune()
         self.prefetch(sorted(keys, key=lambda key: -key[1]))

@@ -55,6 +55,9 @@ class Kind(enum.Enum):
 
 # How many tokens the programs of more than one run.
 SEVERAL_TOKENS = {Kind.TOKENS_2_GREEDY: 2, Kind.TOKENS_4_GREEDY: 4}
+# They end with the signal of a loop; they take the mean over all loops, where it is asked for.
+_ONE_LOOP = {Kind.RECURRENT, Kind.MIXED, Kind.BOUNDARY_GREEDY, Kind.BOUNDARY_SAMPLE}
+_ALL_LOOPS = {Kind.PREFILL, Kind.TOKEN_GREEDY, Kind.TOKEN_SAMPLE, *SEVERAL_TOKENS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,16 @@ class ProgramSpec:
     shape: StateShape
     kernels: Kernels = REFERENCE
     exits: Exits = HOST_DECIDES
+
+    def of(self, kind: Kind) -> "ProgramSpec":
+        """The same with what this kind hangs on, and defaults for the rest: what two engines have
+        in common they share."""
+        exits = HOST_DECIDES
+        if kind in _ONE_LOOP:
+            exits = self.exits
+        elif kind in _ALL_LOOPS:
+            exits = Exits(weighted=self.exits.weighted)
+        return dataclasses.replace(self, exits=exits)
 
 
 def prompt_tiles(bucket: int, spec: ProgramSpec, chunks_per_slot: int = 1) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlt_jax.assembly import plan_buckets
-from rlt_jax.config import CacheConfig, ExecutionConfig, SchedulerConfig
+from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
 from rlt_jax.engine.types import Stage
 from rlt_jax.models.ouro import DTypePolicy
 from rlt_jax.runtime import compilation
@@ -179,6 +179,36 @@ def test_one_executable_per_program_and_bucket_at_most_40():
     assert engine.programs.compiled == set(keys)
     assert len(set(keys)) == len(keys) <= 40
     assert engine.programs.get(*keys[0]) is build_engine("roomy").programs.get(*keys[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        ({"exit_decision": "device"}, {Kind.RECURRENT, Kind.BOUNDARY_GREEDY}),
+        (
+            {"exit_config": ExitConfig(mode="random_lookahead", seed=1)},
+            {Kind.RECURRENT, Kind.BOUNDARY_GREEDY},
+        ),
+        ({"exit_config": ExitConfig(mode="ouro_delayed")}, set()),
+        (
+            {"exit_config": ExitConfig(mode="weighted")},
+            {Kind.RECURRENT, Kind.BOUNDARY_GREEDY, Kind.PREFILL, Kind.TOKEN_GREEDY},
+        ),
+    ],
+    ids=str,
+)
+def test_engines_of_other_exit_modes_share_what_does_not_hang_on_them(options, own):
+    plain, other = build_engine("roomy").programs, build_engine("roomy", **options).programs
+    for kind in (
+        Kind.SET_SLOTS,
+        Kind.PREFILL,
+        Kind.RECURRENT,
+        Kind.CODA_GREEDY,
+        Kind.BOUNDARY_GREEDY,
+        Kind.TOKEN_GREEDY,
+    ):
+        bucket = plain.buckets.of(kind)[0]
+        assert (other.get(kind, bucket) is not plain.get(kind, bucket)) == (kind in own)
 
 
 @pytest.mark.parametrize(("platform", "count", "mixed"), [("cpu", 29, 2), ("gpu", 37, 3)])
