@@ -259,14 +259,18 @@ def workloads(draw):
     [case for case in CASES if case[1] in (MODES[0], MODES[3], *STAGED)],
     ids=str,
 )
-def test_replaying_recorded_depths_gives_the_same_tokens_without_the_gate(shape, scheduling):
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_replaying_recorded_depths_gives_the_same_tokens_without_the_gate(
+    shape, scheduling, run_ahead
+):
     work = random_work(numbers=6, count=10)
     recorded = drive(build_engine(shape), work)
     depths = {name: list(output.exit_depths) for name, output in recorded.items()}
     trace = ExitConfig(mode="trace", depths_by_request=depths)
-    engine = build_engine(shape, exit_config=trace, **scheduling)
+    engine = build_engine(shape, exit_config=trace, async_scheduling=run_ahead, **scheduling)
     watched = watch(engine)
     assert essence(drive(engine, work)) == essence(recorded)
+    assert watched.most_in_flight == 2
     seen = features(watched)
     assert seen["mixed depths"] and not seen["gates"]
     assert bool(seen["prompts beside decode rows"]) == (scheduling["mode"] == "mixed")

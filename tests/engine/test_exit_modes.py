@@ -84,7 +84,9 @@ def test_tokens_and_depths_are_those_of_the_plain_run(
     else:
         assert seen["gates"] and len(set(depths)) >= 3
         assert bool(seen["mixed depths"]) == (scheduling["mode"] != "no_refill")
-        assert bool(seen["prompts beside decode rows"]) == (scheduling["mode"] == "mixed")
+        mixed, waves = scheduling["mode"] == "mixed", "wavefront_chunked_prefill" in scheduling
+        assert bool(seen["prompts at several loops beside decode rows"]) == mixed
+        assert bool(seen["chunks side by side"]) == waves
     signals_in_flight = most_signals_in_flight(watched)
     assert signals_in_flight == (0 if mode == "weighted" else 1 + run_ahead)
     in_vain = totals["idle_row_loops"]
