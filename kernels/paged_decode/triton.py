@@ -53,7 +53,7 @@ def paged_decode(q_rhx, kv: PagedKV, layer, batch: RowBatch, interpret, config=D
         return q_rhx
     shape = Shape.of(kv, batch, heads, q_rhx.dtype, config)
     sharing = make_sharing(kv, batch, config)
-    return _call(_decode, shape, layer, batch, (q_rhx,), kv.pool, sharing, interpret)[0]
+    return _call(_paged_decode, shape, layer, batch, (q_rhx,), kv.pool, sharing, interpret)[0]
 
 
 def write_and_decode(
@@ -116,11 +116,11 @@ def _call(body, shape: Shape, layer, batch: RowBatch, inputs, pool, sharing, int
         input_output_aliases=aliases,
     )(*operands)
     written = dict(zip(aliases, results[4:]))
-    sharing = sharing and sharing._replace(arrivals_rk=written[arrivals_at])
+    sharing = sharing and Sharing(sharing.filled, written[arrivals_at])
     return out_rhx, written.get(pool_at), sharing
 
 
-def _decode(row: Row, input_refs, pool_ref, part_refs, _):
+def _paged_decode(row: Row, input_refs, pool_ref, part_refs, _):
     (q_ref,) = input_refs
 
     def load_q(heads, at_x, mask):

@@ -34,7 +34,11 @@ MODES = {
 SHAPE_OF = {"last_exited": "tight", "shared": "shared"}
 # How batches are made, and how many are in flight.
 REFILL = [({"mode": "refill"}, 2), ({"mode": "no_refill"}, 2), ({"mode": "refill"}, 3)]
-STAGED = [({"mode": "mixed"}, 2), ({"mode": "mixed", "wavefront_chunked_prefill": True}, 3)]
+STAGED = [
+    ({"mode": "mixed"}, 2),
+    ({"mode": "refill", "wavefront_chunked_prefill": True}, 2),
+    ({"mode": "mixed", "wavefront_chunked_prefill": True}, 3),
+]
 CELLS = [
     (mode, pipeline, layout, scheduling, max_in_flight)
     for mode, (_, _, pipelines) in MODES.items()

@@ -18,7 +18,7 @@ BUCKET, PAGE = 32, 16
 CONFIG = dataclasses.replace(OURO_1_4B, num_hidden_layers=2)
 # What attends in a decode, and the kernels beside it.
 DECODES = {
-    "triton": {"write_and_decode_splits", "residual_norm"},
+    "triton": {"write_and_decode", "residual_norm"},
     "mosaic": {"mosaic", "rotate_and_write", "residual_norm"},
 }
 PROMPTS = {"rotate_and_write", "paged_prefill", "residual_norm"}
