@@ -69,22 +69,26 @@ class Configs:
 
 
 class Recorder:
-    """Notes every batch that is collected, and how many tokens each request has by then; an
-    engine.core.Observer."""
+    """Notes every batch that is collected, how many tokens each request has by then, and how long
+    the host submits and waits; an engine.core.Observer."""
 
     def __init__(self):
+        self.submit_seconds = self.wait_seconds = 0.0
         self.collected: list[SchedulerOutput] = []
         self.sampled: Counter[int] = Counter()  # output tokens by request generation
         self.total = 0
 
-    def submitting(
-        self, batch: SchedulerOutput, id_of: Callable[[int], str]
-    ) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def submitting(self, batch: SchedulerOutput, id_of: Callable[[int], str]) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.submit_seconds += time.perf_counter() - started
 
     @contextlib.contextmanager
     def collecting(self, batch: SchedulerOutput) -> Iterator[None]:
+        started = time.perf_counter()
         yield
+        self.wait_seconds += time.perf_counter() - started
         self.collected.append(batch)
         rows = batch.rows
         for generation in rows.generation[rows.exit_depth > 0].tolist():

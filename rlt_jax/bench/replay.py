@@ -47,7 +47,9 @@ class ReplayRow:
     recording: the start of the recording's fingerprint. width: requests at once.
     fixed_seconds: the same requests with every token at full depth. prefill_seconds: with one
     output token each. back_to_back_seconds: the executables of the median repeat without the
-    scheduler; idle_share: what of the wall is more than that. occupancy: real rows of the rows
+    scheduler; idle_share: what of the wall is more than that. submit_seconds, wait_seconds: the
+    host's, dispatching batches and waiting for results; where it never waits, it is what all wait
+    for. occupancy: real rows of the rows
     computed, over all loops of decode rows. mean_rows: real rows in such a loop.
     ideal_seconds: see `ideal_seconds`; fraction: of the ideal throughput.
     """
@@ -70,6 +72,8 @@ class ReplayRow:
     prefill_seconds: float
     back_to_back_seconds: float
     idle_share: float
+    submit_seconds: float
+    wait_seconds: float
     occupancy: float
     mean_rows: float
     peak_bytes: int
@@ -137,6 +141,8 @@ def run(spec: ReplaySpec, engine: BenchEngine, say: Say) -> Iterator[ReplayRow]:
         prefill_seconds=medians["prefill"].seconds,
         back_to_back_seconds=back_to_back,
         idle_share=1 - back_to_back / median.seconds,
+        submit_seconds=median.submit_seconds,
+        wait_seconds=median.wait_seconds,
         occupancy=rows / padded_rows,
         mean_rows=rows / loops,
         peak_bytes=peak_bytes(engine.model.device),
@@ -147,6 +153,8 @@ def run(spec: ReplaySpec, engine: BenchEngine, say: Say) -> Iterator[ReplayRow]:
 @dataclasses.dataclass(frozen=True)
 class _Run:
     seconds: float
+    submit_seconds: float
+    wait_seconds: float
     batches: tuple[SchedulerOutput, ...]
     differing: int
     compiled: int
@@ -187,7 +195,14 @@ def _run_once(spec: ReplaySpec, engine: BenchEngine, work: str) -> _Run:
     if work == "recorded":
         differing = count_differing(recording, outputs, spec.mode, spec.exact)
     compiled = engine.num_executables - compiled
-    return _Run(seconds, tuple(recorder.collected), differing, compiled)
+    return _Run(
+        seconds,
+        recorder.submit_seconds,
+        recorder.wait_seconds,
+        tuple(recorder.collected),
+        differing,
+        compiled,
+    )
 
 
 def count_differing(
@@ -257,6 +272,7 @@ COLUMNS = (
     "ideal",
     "of the ideal",
     "idle",
+    "host waits",
     "occupancy",
 )
 
@@ -276,6 +292,7 @@ def table(rows: Sequence[ReplayRow]) -> list[list[str]]:
             number(row.ideal_tokens_per_s, 1),
             percent(row.fraction),
             percent(row.idle_share),
+            percent(row.wait_seconds / row.seconds),
             percent(row.occupancy),
         ]
         for row in rows

@@ -211,6 +211,8 @@ def test_a_row_s_figures_agree(runs):
         assert row.tokens_per_s == 48 / row.seconds
         assert row.fixed_tokens_per_s == 48 / row.fixed_seconds
         assert row.idle_share == 1 - row.back_to_back_seconds / row.seconds
+        assert row.submit_seconds > 0 < row.wait_seconds
+        assert row.submit_seconds + row.wait_seconds < row.seconds
 
 
 @pytest.mark.parametrize("scheduling", SCHEDULING)
