@@ -104,7 +104,11 @@ def assemble(
         eos_token_ids=eos_token_ids,
     )
     rule = exit_policy(exits)
-    kv = KVAccounting(KVGeometry(plan.num_pages, plan.planes, plan.block_size))
+    kv = KVAccounting(
+        KVGeometry(plan.num_pages, plan.planes, plan.block_size),
+        cache.incremental_allocation,
+        cache.watermark_ratio,
+    )
     scheduler = Scheduler(
         scheduling, limits, rule, kv, execution.tokens_per_dispatch, execution.async_scheduling
     )

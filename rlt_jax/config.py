@@ -22,6 +22,7 @@ from rlt_jax.validation import (
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = ("last_exited", "shared")
 SCHEDULER_MODES = ("refill", "no_refill", "mixed")
+ADMISSION_POLICIES = ("fcfs", "priority")
 EXIT_MODES = ("ouro", "ouro_delayed", "random_lookahead", "trace", "weighted")
 EXIT_DECISIONS = ("host", "device")
 KERNELS = ("auto", "mosaic", "triton", "reference")
@@ -44,6 +45,14 @@ class CacheConfig:
     gpu_memory_utilization: float = option(0.9, "share of the device memory to use, in (0, 1]")
     kv_cache_memory_bytes: int | None = option(None, "bytes of KV (None: planned)")
     memory_reserve_bytes: int = option(256 * 2**20, "bytes the memory plan leaves free")
+    incremental_allocation: bool = option(
+        False, "give a request blocks as its tokens come to them, in place of all on admission"
+    )
+    watermark_ratio: float = option(
+        0.0,
+        "with incremental_allocation, the share of the blocks in [0, 1) to leave free where a"
+        " request joins others",
+    )
 
     def __post_init__(self):
         plain_numbers(self)
@@ -60,6 +69,13 @@ class CacheConfig:
         name = "CacheConfig.kv_cache_memory_bytes"
         check_int(name, self.kv_cache_memory_bytes, minimum=1, optional=True)
         check_int("CacheConfig.memory_reserve_bytes", self.memory_reserve_bytes, minimum=0)
+        check_bool("CacheConfig.incremental_allocation", self.incremental_allocation)
+        check_float(
+            "CacheConfig.watermark_ratio",
+            self.watermark_ratio,
+            "in [0, 1)",
+            lambda ratio: 0 <= ratio < 1,
+        )
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             fail(name, self.kv_cache_memory_bytes, "cannot be set together with num_blocks")
 
@@ -93,6 +109,18 @@ class SchedulerConfig:
     wavefront_chunked_prefill: bool = option(
         False, "run the chunks of a prompt side by side, each a loop behind the one before it"
     )
+    policy: str = option(
+        "fcfs",
+        "who is admitted first: fcfs: whoever came first; priority: the lowest"
+        " SamplingParams.priority, then whoever came first",
+        choices=ADMISSION_POLICIES,
+    )
+    admission_scan_limit: int = option(
+        64, "waiting requests to look at in a step, for those that fit"
+    )
+    max_admission_bypasses: int = option(
+        8, "later requests that may overtake one that does not fit; then all wait for it"
+    )
 
     def __post_init__(self):
         plain_numbers(self)
@@ -100,8 +128,14 @@ class SchedulerConfig:
             value = getattr(self, name)
             check_int(f"SchedulerConfig.{name}", value, minimum=1, maximum=MAX_INT32, optional=True)
         check_choice("SchedulerConfig.mode", self.mode, SCHEDULER_MODES)
-        for name in ("max_prefill_batches_before_decode", "min_coda_batch_size"):
-            check_int(f"SchedulerConfig.{name}", getattr(self, name), minimum=1)
+        check_choice("SchedulerConfig.policy", self.policy, ADMISSION_POLICIES)
+        for name, least in (
+            ("max_prefill_batches_before_decode", 1),
+            ("min_coda_batch_size", 1),
+            ("admission_scan_limit", 1),
+            ("max_admission_bypasses", 0),
+        ):
+            check_int(f"SchedulerConfig.{name}", getattr(self, name), minimum=least)
         name = "SchedulerConfig.wavefront_chunked_prefill"
         check_bool(name, self.wavefront_chunked_prefill)
         if self.wavefront_chunked_prefill and self.mode == "no_refill":

@@ -17,7 +17,7 @@ MAX_SEED = 2**63 - 1
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled and how deep its tokens may go.
+    """How one request is sampled, how deep its tokens may go, how urgent it is.
 
     Loops count from 1. `min_loops` None means min(2, max_loops, the model's depth);
     `max_loops` None means the model's depth. `exit_threshold` 1 keeps every token at
@@ -38,6 +38,7 @@ class SamplingParams:
     ignore_eos: bool = option(False, "go on after the end-of-sequence token")
     stop_token_ids: tuple[int, ...] = option((), "token ids that end the output")
     logprobs: int | None = option(None, "0: return the log probability of each output token")
+    priority: int = option(0, 'lower is more urgent, where SchedulerConfig.policy = "priority"')
 
     def __post_init__(self):
         plain_numbers(self)
@@ -65,3 +66,4 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tokens)
         if self.logprobs is not None and (type(self.logprobs) is not int or self.logprobs != 0):
             fail(f"{name}.logprobs", self.logprobs, "must be 0 (the output tokens' own) or None")
+        check_int(f"{name}.priority", self.priority)

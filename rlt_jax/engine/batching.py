@@ -29,6 +29,16 @@ class Choice(NamedTuple):
         """Decode rows come first, so the first row tells."""
         return self.stage is not Stage.CODA and not self.rows.size[0]
 
+    @property
+    def last_position(self) -> np.ndarray:
+        """The last one whose K/V each decode row writes, [rows]."""
+        rows = self.rows
+        if self.stage is Stage.TOKENS:
+            return rows.position + (self.num_tokens - 1)
+        if self.stage is Stage.BOUNDARY:
+            return rows.position + ((rows.exit_depth > 0) & (rows.depth > 0))
+        return rows.position
+
 
 class _Phase(enum.Enum):
     """no_refill: admit and prefill, run all loops (or one whole token), then sample everything."""

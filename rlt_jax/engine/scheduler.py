@@ -1,6 +1,6 @@
 """The life of requests: admission, progress, results, ends. Owns their progress and block tables.
 
-Which rows run next is chosen in batching.py.
+Who is admitted next is decided in admission.py, which rows run next in batching.py.
 
 schedule() -> SchedulerOutput -> (runner) -> RunnerOutput -> update(). Progress that needs no
 result is made when a batch is scheduled: sampled tokens stay on the device, so the next batch of a
@@ -10,12 +10,12 @@ loop before. So loop r + 2 never starts before the signal of loop r was applied.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from rlt_jax.config import SchedulerConfig
+from rlt_jax.engine.admission import WaitingRequests
 from rlt_jax.engine.batching import Batcher
 from rlt_jax.engine.exit_policy import ExitPolicy
 from rlt_jax.engine.intake import ModelLimits
@@ -61,7 +61,7 @@ class Scheduler:
         self._tokens_per_dispatch = tokens_per_dispatch
         self._ahead = int(run_ahead)
         self._clock = clock
-        self._waiting: deque[Request] = deque()
+        self._waiting = WaitingRequests(config)
         self._by_id: dict[str, Request] = {}
         self._by_generation: dict[int, Request] = {}
         self._sequence = 0
@@ -103,6 +103,7 @@ class Scheduler:
             **{name.lower(): int(by_stage[RequestStage[name]]) for name in named},
             "staged": len(self._staging),
             "free_blocks": self._kv.free_blocks,
+            "reserved_blocks": self._kv.reserved_blocks,
             "total_blocks": self._kv.total_blocks,
         }
 
@@ -124,7 +125,7 @@ class Scheduler:
         request.stop_ids = frozenset((*request.params.stop_token_ids, *eos))
         self._by_id[request.id] = request
         self._by_generation[request.generation] = request
-        self._waiting.append(request)
+        self._waiting.add(request)
 
     def find(self, request_id: str) -> Request | None:
         """The unfinished request of this id, to look at."""
@@ -154,7 +155,8 @@ class Scheduler:
         Nothing is in flight any more, and everything is built anew from the waiting queue: the
         call holds whatever an interrupted schedule() or update() left half done.
         """
-        waiting = [request for request in self._waiting if not request.finished]
+        self._waiting.drop_finished()
+        waiting = list(self._waiting)
         known = {*self._by_generation.values(), *self._by_id.values()} - set(waiting)
         failed = sorted((r for r in known if not r.finished), key=lambda r: r.generation)
         for request in failed:
@@ -164,7 +166,6 @@ class Scheduler:
             request.slot = None
         self._by_id = {request.id: request for request in waiting}
         self._by_generation = {request.generation: request for request in waiting}
-        self._waiting = deque(waiting)
         self._start_empty()
         return failed
 
@@ -197,6 +198,8 @@ class Scheduler:
             return None
         slots, stage, rows = self._slots, choice.stage, choice.rows
         slot_n = rows.slot
+        if self._kv.incremental:
+            self._extend_tables(slot_n, choice.last_position)
         samples = bool((slots.draws[slot_n] & (rows.exit_depth > 0)).any())
         new = slot_n[~slots.on_device[slot_n]].tolist()
         updates = tuple(self._slot_update(slots.request[slot]) for slot in new)
@@ -212,15 +215,32 @@ class Scheduler:
         )
 
     def _admit(self) -> None:
-        """First come, first served, each with all the blocks it can ever need."""
-        while self._waiting and self._slots.has_free:
-            request = self._waiting[0]
-            if not self._kv.can_allocate(request.max_positions):
-                return
-            self._waiting.popleft()
-            self._kv.allocate(request.generation, request.max_positions)
+        """Gives requests a slot and blocks while there are any, reserved ones for what each may
+        still need included: none runs out on the way."""
+        if not self._slots.has_free:
+            return
+        for request in self._waiting.admissible(self._kv.room):
+            owner = request.generation
+            self._kv.allocate(owner, len(request.prompt), request.max_positions)
             request.admitted = self._clock()
             self._slots.fill(request, self._policy, self._limits.full_depth)
+            self._slots.capacity[request.slot] = self._kv.capacity(owner)
+            if not self._slots.has_free:
+                return
+
+    def _extend_tables(self, slot_n: np.ndarray, last_position: np.ndarray) -> None:
+        """Blocks for decode rows that come to a new page; their tables go up with the batch."""
+        slots = self._slots
+        lacking = last_position >= slots.capacity[slot_n]
+        if not lacking.any():
+            return
+        for slot, position in zip(
+            slot_n[lacking].tolist(), last_position[lacking].tolist(), strict=True
+        ):
+            owner = slots.request[slot].generation
+            self._kv.extend(owner, position + 1)
+            slots.capacity[slot] = self._kv.capacity(owner)
+            slots.on_device[slot] = False
 
     def _progress_prompts(self, rows: Rows, stage: Stage, num_loops: int) -> None:
         """What the prompt rows of a batch will have done."""

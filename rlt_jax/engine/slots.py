@@ -32,13 +32,14 @@ class Slots:
 
     stage: RequestStage. turn: the order in which requests came to their stages. request: who has
     the slot. position: of the token being computed (in prefill, the next prompt token of which no
-    loop is scheduled). prompt_size: tokens of the prompt. depth: loops that the token has run.
+    loop is scheduled). prompt_size: tokens of the prompt. capacity: positions that its block table
+    holds. depth: loops that the token has run.
     exit_depth: where it leaves, as far as is known. sampled: output tokens, max_tokens of them in
     the end. remaining: probability that the token has not exited.
     heard: the last loop whose signal was applied. first_gate .. last_gate: loops whose signal is
     read. replays: exits where it is told to. whole: every token runs to full depth.
     draws: samples at a temperature above 0. in_flight: batches submitted and not collected.
-    on_device: the device knows the slot.
+    on_device: the device knows the slot, with its whole table.
     """
 
     def __init__(self, count: int):
@@ -52,7 +53,9 @@ class Slots:
         self.min_loops, self.max_loops, self.first_gate, self.last_gate, self.heard = (
             np.zeros(count, np.int32) for _ in range(5)
         )
-        self.in_flight, self.prompt_size = (np.zeros(count, np.int32) for _ in range(2))
+        self.in_flight, self.prompt_size, self.capacity = (
+            np.zeros(count, np.int32) for _ in range(3)
+        )
         self.remaining, self.threshold = np.ones(count, np.float32), np.ones(count, np.float32)
         self.whole, self.draws, self.on_device, self.replays = (
             np.zeros(count, bool) for _ in range(4)

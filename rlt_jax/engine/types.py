@@ -120,7 +120,10 @@ class Rows(Sequence):
 
 @dataclasses.dataclass(frozen=True)
 class SlotUpdate:
-    """What the device must know of a slot: its block table, how it samples, when it exits."""
+    """What the device must know of a slot: its block table, how it samples, when it exits.
+
+    Sent when a request gets the slot, and again when its table has grown.
+    """
 
     slot: int
     block_table: tuple[int, ...]

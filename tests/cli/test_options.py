@@ -22,12 +22,17 @@ TYPED = {
     (CacheConfig, "gpu_memory_utilization"): (["0.5"], 0.5),
     (CacheConfig, "kv_cache_memory_bytes"): (["1000"], 1000),
     (CacheConfig, "memory_reserve_bytes"): (["0"], 0),
+    (CacheConfig, "incremental_allocation"): ([], True),
+    (CacheConfig, "watermark_ratio"): (["0.25"], 0.25),
     (SchedulerConfig, "max_num_seqs"): (["3"], 3),
     (SchedulerConfig, "max_num_batched_tokens"): (["64"], 64),
     (SchedulerConfig, "mode"): (["no_refill"], "no_refill"),
     (SchedulerConfig, "prefill_chunk_size"): (["16"], 16),
     (SchedulerConfig, "max_prefill_batches_before_decode"): (["2"], 2),
     (SchedulerConfig, "min_coda_batch_size"): (["2"], 2),
+    (SchedulerConfig, "policy"): (["priority"], "priority"),
+    (SchedulerConfig, "admission_scan_limit"): (["5"], 5),
+    (SchedulerConfig, "max_admission_bypasses"): (["0"], 0),
     (SchedulerConfig, "wavefront_chunked_prefill"): ([], True),
     (ExitConfig, "mode"): (["trace", "--depths-by-request", '{"0": [4]}'], "trace"),
     (ExitConfig, "depths_by_request"): (['{"0": [4, 1]}', "--exit-mode=trace"], {"0": (4, 1)}),
@@ -52,6 +57,7 @@ TYPED = {
     (SamplingParams, "ignore_eos"): ([], True),
     (SamplingParams, "stop_token_ids"): (["1,2", "--stop-token-ids", "3"], (1, 2, 3)),
     (SamplingParams, "logprobs"): (["0"], 0),
+    (SamplingParams, "priority"): (["-3"], -3),
 }
 
 

@@ -215,12 +215,15 @@ def fake_engine(
     max_in_flight: int = 2,
     tokens_per_dispatch: int = 1,
     run_ahead: bool = False,
+    incremental: bool = False,
+    watermark_ratio: float = 0.0,
     **scheduling,
 ) -> tuple[EngineCore, FakeDevice]:
     limits = ModelLimits(97, FULL_DEPTH, max_positions=512, eos_token_ids=eos_token_ids)
     config = SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 32, **scheduling})
     policy = exit_policy(exit_config or ExitConfig())
-    kv = KVAccounting(KVGeometry(num_pages, planes, block_size))
+    geometry = KVGeometry(num_pages, planes, block_size)
+    kv = KVAccounting(geometry, incremental, watermark_ratio)
     scheduler = Scheduler(config.resolve("cpu"), limits, policy, kv, tokens_per_dispatch, run_ahead)
     device = device or FakeDevice()
     return EngineCore(scheduler, device, limits, policy, max_in_flight), device

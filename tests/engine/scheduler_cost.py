@@ -1,7 +1,7 @@
 """What a step costs on the host: python -m tests.engine.scheduler_cost
 
 Prints how long schedule() and update() take per step with many running requests on the fake
-device, whose own time is left out.
+device, whose own time is left out; then the same with requests that wait.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from rlt_jax.sampling_params import SamplingParams
 from tests.engine.fake_device import FULL_DEPTH, FakeDevice
 
 MAX_TOKENS = 10_000
+WAITING = (10, 100, 1000, 10_000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +61,18 @@ class Cost:
         return self.schedule + self.update
 
 
-def measure(case: Case, requests: int = 128, steps: int = 300) -> Cost:
+def measure(case: Case, requests: int = 128, steps: int = 300, waiting: int = 0) -> Cost:
+    """waiting: further requests, which have a slot but no blocks: each step looks for one that
+    fits."""
     limits = ModelLimits(97, FULL_DEPTH, max_positions=2 * MAX_TOKENS, eos_token_ids=(0,))
     pages = requests * (MAX_TOKENS // 16 + 1)
     kv = KVAccounting(KVGeometry(pages, planes=FULL_DEPTH, block_size=16))
-    config = SchedulerConfig(max_num_seqs=requests, max_num_batched_tokens=2048).resolve("cpu")
+    slots = requests + (waiting > 0)
+    config = SchedulerConfig(max_num_seqs=slots, max_num_batched_tokens=2048).resolve("cpu")
     scheduler = Scheduler(config, limits, case.policy, kv, run_ahead=case.run_ahead)
     hazards = np.random.default_rng(1).random(4096).tolist()
     device = FakeDevice(hazard=lambda g, position, loop: hazards[(g + 7 * position + loop) % 4096])
-    for i in range(requests):
+    for i in range(requests + waiting):
         scheduler.add(
             make_request(
                 str(i),
@@ -81,7 +85,7 @@ def measure(case: Case, requests: int = 128, steps: int = 300) -> Cost:
                 kv=kv,
             )
         )
-    times: list[Sequence[float]] = []
+    times: list[Sequence[float]] = []  # of steps in which all run
     while len(times) < steps:
         start = time.perf_counter()
         batch = scheduler.schedule()
@@ -90,7 +94,7 @@ def measure(case: Case, requests: int = 128, steps: int = 300) -> Cost:
         collected = time.perf_counter()
         scheduler.update(batch, output)
         updated = time.perf_counter()
-        if batch.stage is not Stage.PREFILL:
+        if batch.stage is not Stage.PREFILL and scheduler.stats()["waiting"] == waiting:
             times.append((scheduled - start, updated - collected, len(batch.rows)))
     schedule, update, _ = (1e6 * float(np.median(column)) for column in zip(*times, strict=True))
     return Cost(schedule, update, float(np.mean([rows for *_, rows in times])))
@@ -99,9 +103,15 @@ def measure(case: Case, requests: int = 128, steps: int = 300) -> Cost:
 def main(requests: int = 128) -> None:
     print(f"{requests} running requests: us per step of schedule() + update()")
     for name, case in cases(requests).items():
-        cost = measure(case, requests)
-        parts = f"{cost.schedule:.0f} + {cost.update:.0f}, {cost.rows:.0f} rows"
-        print(f"{name:30} {cost.total:5.0f}  ({parts})")
+        show(name, measure(case, requests))
+    for waiting in WAITING:
+        case = cases(requests)["ouro, gates"]
+        show(f"ouro, gates, {waiting:,} waiting", measure(case, requests, waiting=waiting))
+
+
+def show(name: str, cost: Cost) -> None:
+    parts = f"{cost.schedule:.0f} + {cost.update:.0f}, {cost.rows:.0f} rows"
+    print(f"{name:30} {cost.total:5.0f}  ({parts})")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from rlt_jax.engine.admission import WaitingRequests
 from rlt_jax.engine.batching import Batcher
 from rlt_jax.engine.core import EngineCore
 from rlt_jax.engine.kv_accounting import KVAccounting
@@ -22,6 +23,7 @@ STEP_FUNCTIONS = [
     EngineCore._tell,
     Scheduler.schedule,
     Scheduler._admit,
+    Scheduler._extend_tables,
     Scheduler._progress,
     Scheduler._progress_prompts,
     Scheduler._route,
@@ -32,6 +34,7 @@ STEP_FUNCTIONS = [
     Scheduler._land,
     Scheduler._finish,
     Scheduler._release,
+    WaitingRequests.admissible,
     Batcher.choose,
     Batcher._at,
     Batcher._choose_refill,
@@ -63,13 +66,14 @@ STEP_FUNCTIONS = [
     Slots.oldest,
     Slots.start_token,
     KVAccounting.allocate,
+    KVAccounting.extend,
     KVAccounting.release,
 ]
 STEP_CODE = {function.__code__ for function in STEP_FUNCTIONS}
-CHOICES = (Scheduler, Batcher, Staging)
-CLEAN_UP = {"abort", "fail", "fail_running", "discard", "_start_empty"}
+CHOICES = (Scheduler, WaitingRequests, Batcher, Staging)
+CLEAN_UP = {"abort", "fail", "fail_running", "discard", "_start_empty", "drop_finished"}
 QUESTIONS = {"__init__", "kv", "has_unfinished_requests", "block_tables", "stats", "totals"}
-QUESTIONS |= {"add", "find", "stage_of", "__len__"}
+QUESTIONS |= {"add", "find", "stage_of", "__len__", "__iter__", "remove", "_order"}
 
 interrupted_lines = set()  # (function, line) of all runs below
 
@@ -88,6 +92,7 @@ def test_the_functions_of_the_scheduler_are_all_known():
         {"mode": "refill", "max_in_flight": 1, "max_num_batched_tokens": 1},
         {"mode": "refill", "max_in_flight": 2, "tokens_per_dispatch": 4},
         {"mode": "no_refill", "max_in_flight": 2, "planes": 1},
+        {"incremental": True, "max_in_flight": 2, "block_size": 1, "num_pages": 9},
         {"mode": "refill", "max_in_flight": 2, "run_ahead": True},
         {"mode": "mixed", "max_in_flight": 2},
         {"mode": "refill", "max_in_flight": 2, "wavefront_chunked_prefill": True},

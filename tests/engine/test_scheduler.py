@@ -358,8 +358,8 @@ def test_batches_hold_at_most_max_num_seqs_and_the_budget_rows():
     assert all(len(output.token_ids) == 5 for output in outputs.values())
 
 
-def test_admission_reserves_everything_and_keeps_the_order():
-    core, _ = fake_engine(num_pages=6)
+def test_admission_reserves_everything_and_keeps_the_order_where_nobody_may_overtake():
+    core, _ = fake_engine(num_pages=6, max_admission_bypasses=0)
     core.add_request("a", [1] * 9, params(max_tokens=8))  # 16 positions: 4 pages
     core.add_request("b", [1] * 9, params(max_tokens=8))
     core.add_request("c", [1], params(max_tokens=1))  # would fit, but came later
