@@ -10,7 +10,7 @@ before the one it follows.
 import dataclasses
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -59,7 +59,8 @@ class Limits:
     """What a device is built for. max_rows: of a decode batch. chunk: prompt tokens of a row.
 
     run_ahead: a loop may be submitted before the signal of the one before it is read. lag: loops
-    that a token still runs after the one whose signal makes it leave.
+    that a token still runs after the one whose signal makes it leave. incremental: block tables
+    may grow.
     """
 
     num_pages: int
@@ -73,6 +74,7 @@ class Limits:
     tokens_per_dispatch: int
     run_ahead: bool
     lag: int
+    incremental: bool
 
 
 # Whether the signals of a token's loops so far make it leave, given min_loops and the threshold.
@@ -82,8 +84,10 @@ Trigger = Callable[[Sequence[np.float32], int, float], bool]
 class Slot:
     """One request on the device.
 
-    cells: where the K/V of each position lies in a plane. marks: what tells its K/V there from
-    all others, without the depth. history: the K/V that later tokens must find, in each plane.
+    table: the block table that was sent last. Of the one that has arrived, with the batch that it
+    was sent with: cells: where the K/V of each position lies in a plane; marks: what tells its K/V
+    there from all others, without the depth; history: the K/V that later tokens must find, in each
+    plane.
     signals: of the token's loops. left: the device has decided that it runs no further loop.
     awaited: output index and loop of every signal that is asked for and not collected.
     told_left: output index of the last token whose leaving was collected.
@@ -93,11 +97,10 @@ class Slot:
         self.generation = generation
         self.temperature, self.seed = update.temperature, update.seed
         self.min_loops, self.threshold = update.min_loops, update.exit_threshold
-        self.table = np.array(update.block_table)
-        block = limits.block_size
-        self.cells = (self.table[:, None] * block + np.arange(block)).reshape(-1)
-        self.marks = (generation << 20) + (np.arange(self.cells.size) << 4)
-        self.history = np.zeros((limits.planes, self.cells.size), np.int64)
+        self.block_size = limits.block_size
+        self.table = np.zeros(0, np.int64)
+        self.cells = np.zeros(0, np.int64)
+        self.history = np.zeros((limits.planes, 0), np.int64)
         self.prompt_ended = False
         self.text = self.hidden = self.token = 0
         self.position = self.depth = self.sampled = 0
@@ -106,11 +109,20 @@ class Slot:
         self.awaited: list[tuple[int, int]] = []
         self.told_left = -1
 
+    def set_table(self, table: np.ndarray) -> None:
+        """It arrives; nothing is written in its new pages."""
+        block, planes = self.block_size, len(self.history)
+        self.cells = (table[:, None] * block + np.arange(block)).reshape(-1)
+        self.marks = (self.generation << 20) + (np.arange(self.cells.size) << 4)
+        new = np.zeros((planes, self.cells.size - self.history.shape[1]), np.int64)
+        self.history = np.concatenate([self.history, new], axis=1)
+
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
     batch: SchedulerOutput
     slots: tuple[Slot, ...]
+    tables: tuple[tuple[Slot, np.ndarray], ...]  # that were sent with it
     signals: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # by row
     output: RunnerOutput | None = None
 
@@ -171,9 +183,9 @@ class SimulatedDevice:
         if failure == "interrupt before submit":
             self._lose()
             raise Interrupt
-        self._set_slots(batch)
+        tables = tuple(self._set_slots(batch))
         owners = zip(batch.rows.slot.tolist(), batch.rows.generation.tolist(), strict=True)
-        ticket = Ticket(batch, tuple(self._slot_of(*owner) for owner in owners))
+        ticket = Ticket(batch, tuple(self._slot_of(*owner) for owner in owners), tables)
         self._await_signals(ticket)
         self._stream.append(ticket)
         self._uncollected.append(ticket)
@@ -265,22 +277,31 @@ class SimulatedDevice:
         events["several loops in a dispatch"] += batch.num_loops > 1
         events["chunks side by side"] += len(prompts) < len(rows) - decoding
 
-    def _set_slots(self, batch: SchedulerOutput) -> None:
+    def _set_slots(self, batch: SchedulerOutput) -> Iterator[tuple[Slot, np.ndarray]]:
+        """The slots that are new or have grown, with their tables."""
         rows = batch.rows
         generations = dict(zip(rows.slot.tolist(), rows.generation.tolist(), strict=True))
         busy = {slot.generation for ticket in self._uncollected for slot in ticket.slots}
         for update in batch.slot_updates:
             generation = generations.pop(update.slot)  # a row of this batch, updated once
-            assert generation not in self._generations, "a slot set twice"
-            self._generations.add(generation)
-            former = self._slots.get(update.slot)
-            assert former is None or former.generation not in busy, "its slot is still in use"
+            slot = self._slots.get(update.slot)
+            if generation in self._generations:
+                assert self.limits.incremental and slot.generation == generation
+                assert len(update.block_table) > slot.table.size, "a slot set twice"
+                self.events["a table grew"] += 1
+            else:
+                self._generations.add(generation)
+                assert slot is None or slot.generation not in busy, "its slot is still in use"
+                slot = self._slots[update.slot] = Slot(generation, update, self.limits)
+            table = np.array(update.block_table)
+            new = table[slot.table.size :]
+            assert (table[: slot.table.size] == slot.table).all(), "written pages are gone"
             assert len(set(update.block_table)) == len(update.block_table)
             assert all(0 <= page < self.limits.num_pages for page in update.block_table)
-            slot = Slot(generation, update, self.limits)
-            assert busy.isdisjoint(self._owners[slot.table].tolist()), "a page is still in use"
-            self._owners[slot.table] = generation
-            self._slots[update.slot] = slot
+            assert busy.isdisjoint(self._owners[new].tolist()), "a page is still in use"
+            self._owners[new] = generation
+            slot.table = table
+            yield slot, table
 
     def _slot_of(self, number: int, generation: int) -> Slot:
         slot = self._slots[number]
@@ -318,6 +339,8 @@ class SimulatedDevice:
 
     def _run_next(self) -> None:
         ticket = self._stream.popleft()
+        for slot, table in ticket.tables:
+            slot.set_table(table)
         run = {Stage.PREFILL: self._prefill, Stage.TOKENS: self._whole_tokens}
         run_row = run.get(ticket.batch.stage, self._decode)
         batch = ticket.batch

@@ -1,274 +1,23 @@
 """Random workloads on the real scheduler and engine core, over the simulated device.
 
-simulate(workload) raises AssertionError at the first thing that is not as it must be. What each
-request must give is computed beforehand, one token after the other (expected_output).
+simulate(workload) raises AssertionError at the first thing that is not as it must be.
 """
 
-import dataclasses
-import random
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from rlt_jax.config import SchedulerConfig
 from rlt_jax.engine.core import EngineCore
-from rlt_jax.engine.exit_policy import (
-    ExitPolicy,
-    OuroDelayedExit,
-    OuroExit,
-    RandomLookaheadExit,
-    TraceExit,
-)
 from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
+from rlt_jax.engine.request import Request
 from rlt_jax.engine.scheduler import Scheduler
 from rlt_jax.outputs import RequestOutput
-from rlt_jax.sampling_params import SamplingParams
-from tests.engine import simulated_model as model
-from tests.engine.simulated_device import (
-    FAILURES,
-    Interrupt,
-    Limits,
-    ResetError,
-    SimulatedDevice,
-    Trigger,
-)
+from tests.engine.simulated_device import Interrupt, Limits, ResetError, SimulatedDevice
 from tests.engine.simulated_model import FULL_DEPTH, VOCAB_SIZE
-
-# -- workloads -----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Ask:
-    """A request. params.seed is its number in the workload, and names it there.
-
-    depths: where its tokens exit if recorded depths are replayed. arrives, aborted: engine steps.
-    """
-
-    name: str
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    depths: tuple[int, ...]
-    arrives: int
-    aborted: int | None = None
-
-    @property
-    def number(self) -> int:
-        return self.params.seed
-
-    @property
-    def positions(self) -> int:
-        return len(self.prompt) + self.params.max_tokens - 1
-
-    @property
-    def max_loops(self) -> int:
-        return self.params.max_loops or FULL_DEPTH
-
-    @property
-    def min_loops(self) -> int:
-        return self.params.min_loops or min(2, self.max_loops)
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """exit_mode: of EXIT_MODES. failures: what goes wrong, by the number of the submitted batch."""
-
-    exit_mode: str
-    device_decides: bool
-    run_ahead: bool
-    scheduling: SchedulerConfig
-    num_pages: int
-    planes: int
-    block_size: int
-    max_in_flight: int
-    tokens_per_dispatch: int
-    eos_token_ids: tuple[int, ...]
-    only_finished: bool
-    asks: tuple[Ask, ...]
-    failures: Mapping[int, str]
-    lateness: int
-
-
-class Choices:
-    """Where the numbers of a workload come from: a seed here, Hypothesis in another class."""
-
-    def __init__(self, seed: int):
-        self._random = random.Random(seed)
-
-    def integer(self, low: int, high: int) -> int:
-        return self._random.randint(low, high)
-
-    def one_of(self, values: Sequence):
-        return values[self.integer(0, len(values) - 1)]
-
-    def chance(self, percent: int) -> bool:
-        return self.integer(1, 100) > 100 - percent
-
-
-def make_workload(choices: Choices) -> Workload:
-    count = choices.one_of((1, 2, 4, 8, 16, 40))
-    last_arrival = choices.one_of((0, 20, 100))
-    full_depth = choices.chance(25)
-    asks = tuple(_make_ask(choices, i, count, last_arrival, full_depth) for i in range(count))
-    planes, block_size = choices.one_of((1, FULL_DEPTH)), choices.one_of((1, 2, 4, 16))
-    pages = sorted(-(-ask.positions // block_size) for ask in asks)
-    num_pages = pages[-1]  # the largest one fits, alone
-    if choices.chance(80):
-        num_pages += choices.integer(0, 2 * sum(pages))
-    elif choices.chance(20):
-        num_pages = pages[len(pages) // 2]  # and some never
-    max_batched_tokens = choices.integer(1, 64)
-    mode = choices.one_of(
-        ("refill", "no_refill", "mixed") if planes > 1 else ("refill", "no_refill")
-    )
-    exit_mode = choices.one_of(tuple(EXIT_MODES))
-    device_decides = choices.chance(50)
-    may_run_ahead = device_decides or EXIT_MODES[exit_mode].host_may_run_ahead
-    return Workload(
-        exit_mode=exit_mode,
-        device_decides=device_decides,
-        run_ahead=may_run_ahead and choices.chance(70),
-        scheduling=SchedulerConfig(
-            max_num_seqs=choices.integer(1, 16),
-            max_num_batched_tokens=max_batched_tokens,
-            mode=mode,
-            prefill_chunk_size=choices.one_of((None, choices.integer(1, max_batched_tokens))),
-            max_prefill_batches_before_decode=choices.integer(1, 3),
-            min_coda_batch_size=choices.integer(1, 5),
-            wavefront_chunked_prefill=planes > 1 and mode != "no_refill" and choices.chance(40),
-        ),
-        num_pages=num_pages,
-        planes=planes,
-        block_size=block_size,
-        max_in_flight=choices.integer(1, 3),
-        tokens_per_dispatch=choices.one_of((1, 2, 4)),
-        eos_token_ids=tuple(range(choices.integer(0, 2))),
-        only_finished=choices.chance(10),
-        asks=asks,
-        failures={
-            choices.integer(0, 150): choices.one_of(FAILURES)
-            for _ in range(choices.one_of((0, 0, 1, 4)))
-        },
-        lateness=choices.integer(0, 2**16),
-    )
-
-
-def _make_ask(
-    choices: Choices, number: int, count: int, last_arrival: int, full_depth: bool
-) -> Ask:
-    max_tokens = choices.integer(1, 12)
-    max_loops = None if full_depth else choices.one_of((None, *range(1, FULL_DEPTH + 1)))
-    min_loops = choices.one_of((None, choices.integer(1, max_loops or FULL_DEPTH)))
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=0.7 * choices.chance(20),
-        seed=number,
-        max_loops=max_loops,
-        min_loops=min_loops,
-        exit_threshold=1 if full_depth else choices.one_of((1, 0, 0.3, 0.5, 0.9)),
-        ignore_eos=choices.chance(20),
-        stop_token_ids=(choices.integer(0, VOCAB_SIZE - 1),) if choices.chance(30) else (),
-        logprobs=0 if choices.chance(20) else None,
-    )
-    arrives = choices.integer(0, last_arrival)
-    ask = Ask(
-        name=f"name {choices.integer(0, 2 * count)}",  # some ask for a name that is in use
-        prompt=tuple((number * 7 + i * i) % VOCAB_SIZE for i in range(choices.integer(1, 60))),
-        params=params,
-        depths=(),
-        arrives=arrives,
-        aborted=arrives + choices.integer(0, 60) if choices.chance(20) else None,
-    )
-    low, high = (ask.min_loops, ask.max_loops)
-    if full_depth or choices.chance(30):
-        low = high
-    recorded = (choices.integer(low, high) for _ in range(max_tokens - 1))
-    return dataclasses.replace(ask, depths=(FULL_DEPTH, *recorded))
-
-
-# -- what must come out ----------------------------------------------------------------------------
-
-
-def remaining_falls(signals: Sequence[np.float32], min_loops: int, threshold: float) -> bool:
-    """The signals are signals."""
-    remaining = np.float32(1)
-    for signal in signals:
-        remaining *= np.float32(1) - signal
-    enough = np.float32(1) - remaining >= np.float32(threshold)
-    return bool(len(signals) >= min_loops and enough)
-
-
-def score_is_high(signals: Sequence[np.float32], min_loops: int, threshold: float) -> bool:
-    """The last signal is a score for leaving after one more loop."""
-    due = len(signals) + 1 >= max(2, min_loops)
-    return bool(due and signals[-1] >= np.float32(threshold))
-
-
-@dataclasses.dataclass(frozen=True)
-class ExitMode:
-    """triggers: None where depths are recorded. lag: loops from a signal to the exit it causes."""
-
-    policy: Callable[[Sequence[Ask]], ExitPolicy]
-    triggers: Trigger | None
-    lag: int = 0
-
-    @property
-    def host_may_run_ahead(self) -> bool:
-        return self.triggers is None or self.lag > 0
-
-    def leaves(self, ask: Ask, output_index: int, signals: Sequence[np.float32]) -> bool:
-        """Whether a token leaves after its last loop so far, from the signals of all of them."""
-        if self.triggers is None:
-            return len(signals) == ask.depths[output_index]
-        if len(signals) == ask.max_loops:
-            return True
-        seen = signals[: len(signals) - self.lag]
-        if not seen or ask.params.exit_threshold == 1:
-            return False
-        return self.triggers(seen, ask.min_loops, ask.params.exit_threshold)
-
-
-def recorded(asks: Sequence[Ask]) -> TraceExit:
-    return TraceExit({str(ask.number): ask.depths for ask in asks})
-
-
-# Workloads draw from this table.
-EXIT_MODES = {
-    "ouro": ExitMode(lambda _: OuroExit(), remaining_falls),
-    "ouro_delayed": ExitMode(lambda _: OuroDelayedExit(), remaining_falls, lag=1),
-    "random_lookahead": ExitMode(lambda _: RandomLookaheadExit(), score_is_high, lag=1),
-    "trace": ExitMode(recorded, None),
-}
-
-
-def expected_output(ask: Ask, workload: Workload) -> tuple[list[int], list[int], str]:
-    """Tokens, exit depths and the finish reason of a request that nothing comes in between of."""
-    params, text = ask.params, 0
-    for token in ask.prompt:
-        text = model.read_prompt(text, token)
-    last, tokens, depths = ask.prompt[-1], [], []
-    for i in range(params.max_tokens):
-        hidden = model.prelude(text, len(ask.prompt) - 1 + i, last)
-        signals = []
-        leaves = False
-        while not leaves:
-            hidden = model.loop(hidden, len(signals) + 1)
-            signals.append(model.gate(hidden))
-            if i == 0:
-                leaves = len(signals) == FULL_DEPTH
-            else:
-                leaves = EXIT_MODES[workload.exit_mode].leaves(ask, i, signals)
-        last = model.coda(hidden, (params.seed, i) if params.temperature > 0 else ())
-        tokens.append(last)
-        depths.append(len(signals))
-        is_eos = last in workload.eos_token_ids and not params.ignore_eos
-        if is_eos or last in params.stop_token_ids:
-            return tokens, depths, "stop"
-    return tokens, depths, "length"
-
-
-# -- the simulation --------------------------------------------------------------------------------
+from tests.engine.workloads import EXIT_MODES, Ask, Workload, expected_output
 
 
 class Simulation:
@@ -276,10 +25,12 @@ class Simulation:
 
     def __init__(self, workload: Workload):
         self.workload = workload
-        self.core, self.device = build(workload)
+        self._clock = itertools.count().__next__  # no two things happen at the same time
+        self.core, self.device = build(workload, self._clock)
         self.events = self.device.events
         self._live: dict[int, Ask] = {}  # added and not told to have ended, by number
-        self._generations: dict[int, int] = {}  # of every request added, by number
+        self._requests: dict[int, Request] = {}  # every one that was added, by number
+        self._ended: dict[int, float] = {}  # when each ended, by number
         self._outputs: dict[int, RequestOutput] = {}  # the last one, by number
         self._aborted: set[int] = set()
         self._raised = False  # by the last step, which then told nothing
@@ -323,13 +74,13 @@ class Simulation:
         assert fits and not taken
         self.events["name used again"] += ask.name in {a.name for a in self._added()}
         self._live[ask.number] = ask
-        self._generations[ask.number] = self.core.scheduler.find(ask.name).generation
+        self._requests[ask.number] = self.core.scheduler.find(ask.name)
 
     def _is_live(self, name: str) -> bool:
         return any(ask.name == name for ask in self._live.values())
 
     def _added(self) -> list[Ask]:
-        return [ask for ask in self._asks if ask.number in self._generations]
+        return [ask for ask in self._asks if ask.number in self._requests]
 
     def _abort(self, ask: Ask) -> None:
         """Whoever has the name now is meant."""
@@ -338,8 +89,9 @@ class Simulation:
         assert self.core.abort_request(ask.name) == (request is not None)
         if request is not None:
             victim = self._live.pop(request.params.seed)
-            assert request.generation == self._generations[victim.number]
+            assert request is self._requests[victim.number]
             self._aborted.add(victim.number)
+            self._ended[victim.number] = self._clock()
         elif not self._raised:
             assert not self._is_live(ask.name)
 
@@ -366,7 +118,7 @@ class Simulation:
         if device.losses > losses:
             assert core.scheduler.stats()["running"] == 0
         if not self._raised:
-            live = {self._generations[number] for number in self._live}
+            live = {self._requests[number].generation for number in self._live}
             assert not live & newly_refused
         self._check_stats()
 
@@ -385,11 +137,12 @@ class Simulation:
             return
         if number not in self._aborted:
             del self._live[number]
+            self._ended[number] = self._clock()
         self.events[f"ended: {output.finish_reason}"] += 1
         assert (output.finish_reason == "abort") == (number in self._aborted)
         assert (output.finish_reason == "error") == (output.error is not None)
         if output.error is not None:
-            assert all_failed or self._generations[number] in refused
+            assert all_failed or self._requests[number].generation in refused
             assert output.metrics.queue_time is not None, "it was waiting, and must wait on"
 
     def _check_growth(self, before: RequestOutput, output: RequestOutput) -> None:
@@ -406,6 +159,8 @@ class Simulation:
         assert stats["total_blocks"] == workload.num_pages * workload.planes
         used = stats["total_blocks"] - stats["free_blocks"]
         assert len(pages) * workload.planes <= used <= stats["total_blocks"]
+        assert 0 <= stats["reserved_blocks"] <= stats["free_blocks"]
+        assert workload.incremental or not stats["reserved_blocks"]
         assert used or not stats["running"]
         assert len(tables) <= stats["running"] <= workload.scheduling.max_num_seqs
         assert stats["prefill"] + stats["recurrent"] + stats["coda"] <= stats["running"]
@@ -429,6 +184,7 @@ class Simulation:
             assert output.logprobs == logprobs
             self.events.update(f"exit at {depth}" for depth in depths[1:count])
         assert not self._live
+        self._check_overtaking()
         self._check_totals()
         stats = self.core.scheduler.stats()
         assert stats.pop("free_blocks") == stats.pop("total_blocks")
@@ -436,6 +192,27 @@ class Simulation:
         assert self.core.scheduler.block_tables() == {}
         if self.workload.exit_mode == "trace":
             assert not self.events["gates"]
+
+    def _check_overtaking(self) -> None:
+        """Nobody was overtaken more often than allowed: passed by one behind it while it waited."""
+        scheduling, requests = self.workload.scheduling, self._requests
+
+        def place(request: Request) -> tuple[int, int]:
+            by_priority = scheduling.policy == "priority"
+            return (request.params.priority * by_priority, request.generation)
+
+        for number, one in requests.items():
+            until = self._ended[number] if one.admitted is None else one.admitted
+            overtaken = sum(
+                other.admitted is not None
+                and one.arrived < other.admitted < until
+                and place(other) > place(one)
+                for other in requests.values()
+            )
+            assert overtaken <= scheduling.max_admission_bypasses, "overtaken too often"
+            self.events["overtaken"] += overtaken > 0
+            as_often_as_allowed = overtaken and overtaken == scheduling.max_admission_bypasses
+            self.events["overtaken as often as allowed"] += bool(as_often_as_allowed)
 
     def _check_totals(self) -> None:
         totals = self.core.scheduler.totals()
@@ -446,14 +223,15 @@ class Simulation:
             assert totals["idle_row_loops"] == self.events["loops in vain"]
 
 
-def build(workload: Workload) -> tuple[EngineCore, SimulatedDevice]:
+def build(workload: Workload, clock: Callable[[], float]) -> tuple[EngineCore, SimulatedDevice]:
     scheduling = workload.scheduling.resolve("cpu")
     limits = ModelLimits(VOCAB_SIZE, FULL_DEPTH, 512, workload.eos_token_ids)
     mode = EXIT_MODES[workload.exit_mode]
     policy = mode.policy(workload.asks)
-    kv = KVAccounting(KVGeometry(workload.num_pages, workload.planes, workload.block_size))
+    geometry = KVGeometry(workload.num_pages, workload.planes, workload.block_size)
+    kv = KVAccounting(geometry, workload.incremental, workload.watermark_ratio)
     scheduler = Scheduler(
-        scheduling, limits, policy, kv, workload.tokens_per_dispatch, workload.run_ahead
+        scheduling, limits, policy, kv, workload.tokens_per_dispatch, workload.run_ahead, clock
     )
     sizes = Limits(
         num_pages=workload.num_pages,
@@ -467,10 +245,11 @@ def build(workload: Workload) -> tuple[EngineCore, SimulatedDevice]:
         tokens_per_dispatch=workload.tokens_per_dispatch,
         run_ahead=workload.run_ahead,
         lag=mode.lag,
+        incremental=workload.incremental,
     )
     decides = mode.triggers if workload.device_decides else None
     device = SimulatedDevice(sizes, workload.failures, workload.lateness, decides)
-    return EngineCore(scheduler, device, limits, policy, workload.max_in_flight), device
+    return EngineCore(scheduler, device, limits, policy, workload.max_in_flight, clock), device
 
 
 def simulate(workload: Workload) -> Counter:

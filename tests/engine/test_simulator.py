@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlt_jax.engine.admission import WaitingRequests
 from rlt_jax.engine.batching import Batcher
 from rlt_jax.engine.core import EngineCore
 from rlt_jax.engine.kv_accounting import KVAccounting
@@ -21,7 +22,8 @@ from rlt_jax.engine.types import Stage
 from rlt_jax.sampling_params import SamplingParams
 from tests.engine.simulated_device import FAILURES, SimulatedDevice
 from tests.engine.simulated_model import FULL_DEPTH
-from tests.engine.simulator import EXIT_MODES, Ask, Choices, Workload, make_workload, simulate
+from tests.engine.simulator import simulate
+from tests.engine.workloads import EXIT_MODES, Ask, Choices, Workload, make_workload
 
 SOAK_BATCHES = 100_000
 SEED = os.environ.get("RLT_SIMULATOR_SEED")
@@ -43,6 +45,9 @@ EVENTS = {
     "a loop ahead of a signal": 100,
     "loops in vain": 100,
     "waiting for a slot or blocks": 1000,
+    "overtaken": 100,
+    "overtaken as often as allowed": 100,
+    "a table grew": 1000,
     "name in use": 10,
     "name used again": 10,
     "too large": 10,
@@ -202,7 +207,43 @@ def last_chunk_alone(self, budget, others, chunks=Batcher._chunks):
     return chunks(self, budget, others)[-1:]
 
 
+def grows_untold(self, slot_n, last_position, extend=Scheduler._extend_tables):
+    """The device keeps the table that it knows."""
+    on_device = self._slots.on_device.copy()
+    extend(self, slot_n, last_position)
+    self._slots.on_device[:] = on_device
+
+
+def grows_too_late(self, slot_n, last_position, extend=Scheduler._extend_tables):
+    extend(self, slot_n, last_position - 1)
+
+
+def shrinks(self, owner, positions, extend=KVAccounting.extend):
+    """An owner's written pages are exchanged for others."""
+    table = extend(self, owner, positions)
+    self._tables[owner] = table[::-1]
+    return self._tables[owner]
+
+
+def forgets_overtakings(self, room, admissible=WaitingRequests.admissible):
+    for one in self._queue:
+        one.bypasses_left = self._max_bypasses
+    return admissible(self, room)
+
+
 FAULTS = {
+    "the device is not told that a table grew": replaced(Scheduler, "_extend_tables", grows_untold),
+    "tables do not grow": replaced(Scheduler, "_extend_tables", lambda *_: None),
+    "tables grow too late": replaced(Scheduler, "_extend_tables", grows_too_late),
+    "tables grow at the wrong end": replaced(KVAccounting, "extend", shrinks),
+    "growth is not reserved": replaced(KVAccounting, "reserved_blocks", property(lambda _: 0)),
+    "overtakings are forgotten": replaced(WaitingRequests, "admissible", forgets_overtakings),
+    "the last request goes first": replaced(
+        WaitingRequests, "_order", lambda self, request: (0, -request.generation)
+    ),
+    "who ends while it waits stays in the queue": replaced(
+        WaitingRequests, "remove", lambda *_: None
+    ),
     "two requests have the same pages": replaced(
         KVAccounting, "table", lambda self, owner: tuple(range(self.geometry.num_pages))
     ),
@@ -249,6 +290,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_simulator_sees(fault, monkeypatch):
     FAULTS[fault](monkeypatch)
-    with pytest.raises((AssertionError, KeyError, RuntimeError, ValueError)):
+    with pytest.raises((AssertionError, LookupError, RuntimeError, ValueError)):
         for seed in range(100):
             run_seed(seed)

@@ -17,7 +17,8 @@ from rlt_jax.runtime.device_state import StateShape
 from rlt_jax.runtime.programs import ProgramSpec
 from rlt_jax.runtime.runner import Runner
 from tests.engine.simulated_model import FULL_DEPTH
-from tests.engine.simulator import Choices, Simulation, Workload, make_workload
+from tests.engine.simulator import Simulation
+from tests.engine.workloads import Choices, Workload, make_workload
 from tests.support import small_model
 
 WORKLOADS = 300
