@@ -74,6 +74,8 @@ def build_engine(
     kernels: str = "auto",
     async_scheduling: bool = False,
     exit_decision: str = "host",
+    incremental_allocation: bool = False,
+    watermark_ratio: float = 0.0,
     **scheduling,
 ) -> Assembly:
     """An engine of one of the shapes; `scheduling` are further SchedulerConfig fields."""
@@ -86,7 +88,11 @@ def build_engine(
         device=jax.devices()[0],
         eos_token_ids=eos_token_ids,
         cache_config=CacheConfig(
-            layout=shape.layout, block_size=shape.block_size, num_blocks=shape.num_blocks
+            layout=shape.layout,
+            block_size=shape.block_size,
+            num_blocks=shape.num_blocks,
+            incremental_allocation=incremental_allocation,
+            watermark_ratio=watermark_ratio,
         ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=shape.max_num_seqs,

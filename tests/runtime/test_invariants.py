@@ -270,9 +270,10 @@ def test_a_compile_after_warm_up_is_counted_warned_of_and_an_error_in_tests(monk
         programs.get(Kind.CODA_GREEDY, 1)
 
 
+@pytest.mark.parametrize("incremental_allocation", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_device_block_tables_mirror_the_scheduler(shape):
-    engine = build_engine(shape)
+def test_device_block_tables_mirror_the_scheduler(shape, incremental_allocation):
+    engine = build_engine(shape, incremental_allocation=incremental_allocation)
     for i, one in enumerate(random_work(numbers=10, count=6)):
         engine.core.add_request(str(i), one.prompt, one.params)
     checked = 0
