@@ -75,49 +75,47 @@ def write_and_decode(
 def _call(body, shape: Shape, layer, batch: RowBatch, inputs, pool, sharing, interpret):
     """Runs `body` for each K/V head, row and lane: (out_rhx, the pool and sharing after it)."""
     config, rows = shape.config, batch.positions_r.shape[0]
+    writes = body is _write_and_decode
     row_operands = (batch.tables_rp, batch.positions_r, batch.depths_r, batch.valid_r)
     operands = (jnp.reshape(layer, (1,)), *row_operands, *inputs, pool, *(sharing or ()))
+    pool_at = len(operands) - (3 if sharing else 1)
+    in_place = [pool_at] * writes + [len(operands) - 1] * bool(sharing)  # the pool, the arrivals
+    out = jax.ShapeDtypeStruct((rows, shape.heads, shape.head_dim), shape.q_dtype)
     parts = [
         jax.ShapeDtypeStruct((rows, shape.max_parts, shape.heads, *width), jnp.float32)
         for width in ((shape.width,), (), ())
     ]
-    outs = [jax.ShapeDtypeStruct((rows, shape.heads, shape.head_dim), shape.q_dtype), *parts]
-    aliases = {}
-    pool_at, arrivals_at = len(operands) - (3 if sharing else 1), len(operands) - 1
-    for at in (pool_at,) * (body is _write_and_decode) + (arrivals_at,) * bool(sharing):
-        aliases[at] = len(outs)
-        outs.append(jax.ShapeDtypeStruct(operands[at].shape, operands[at].dtype))
+    written = [jax.ShapeDtypeStruct(operands[at].shape, operands[at].dtype) for at in in_place]
 
     def kernel(*refs):
-        refs, out_refs = list(refs[: len(operands)]), refs[len(operands) :]
-        filled_ref = refs.pop(-2) if sharing else None
-        *refs, pool_ref = refs[: pool_at + 1]
-        row = Row(shape, refs[:5], filled_ref, own_apart=body is _write_and_decode)
-        out_ref, part_refs, written_refs = out_refs[0], out_refs[1:4], out_refs[4:]
+        row_refs, input_refs, pool_ref = refs[:5], refs[5:pool_at], refs[pool_at]
+        filled_ref = refs[pool_at + 1] if sharing else None
+        out_ref, *part_refs = refs[len(operands) :][:4]
+        written_refs = refs[len(operands) + 4 :]
+        row = Row(shape, row_refs, filled_ref, own_apart=writes)
 
         @pl.when(row.lane < row.parts)
         def _():
-            body(row, refs[5:], pool_ref, part_refs, written_refs[0] if written_refs else None)
+            body(row, input_refs, pool_ref, part_refs, written_refs[0] if writes else None)
             _finish(row, part_refs, written_refs[-1] if sharing else None, out_ref, interpret)
 
         _finish_empty(row, out_ref)
 
-    out_rhx, *_ = results = triton_call(
+    out_rhx, _, _, _, *written = triton_call(
         kernel,
         # The heads of a page lie side by side.
         grid=(shape.kv_heads, config.columns(rows, shape.kv_heads)),
-        out_shape=outs,
+        out_shape=[out, *parts, *written],
         in_specs=[WHOLE] * len(operands),
-        out_specs=[WHOLE] * len(outs),
+        out_specs=[WHOLE] * (4 + len(written)),
         num_warps=config.num_warps,
         num_stages=config.num_stages if shape.uses_dot else 1,
         interpret=interpret,
         name=body.__name__[1:],
-        input_output_aliases=aliases,
+        input_output_aliases={at: 4 + i for i, at in enumerate(in_place)},
     )(*operands)
-    written = dict(zip(aliases, results[4:]))
-    sharing = sharing and Sharing(sharing.filled, written[arrivals_at])
-    return out_rhx, written.get(pool_at), sharing
+    sharing = sharing and Sharing(sharing.filled, written[-1])
+    return out_rhx, written[0] if writes else None, sharing
 
 
 def _paged_decode(row: Row, input_refs, pool_ref, part_refs, _):
