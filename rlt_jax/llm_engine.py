@@ -144,7 +144,8 @@ class LLMEngine:
 
         Now: running, waiting; prefill, recurrent, coda, held (of the running ones, those that wait
         for that stage, or for the signal of a loop in flight); staged (of those in prefill, the
-        prompts that are between two loops); free_blocks, total_blocks; in_flight (batches). So far:
+        prompts that are between two loops); free_blocks, reserved_blocks (of the free ones, those
+        that running requests may still need), total_blocks; in_flight (batches). So far:
         output_tokens; mean_depth, loops per output token; batch_occupancy, decode rows of all
         batches over padded ones; idle_row_loops, loops run by rows that had already left;
         executables at hand, and late_compiles. None: nothing to take a mean of yet.

@@ -49,8 +49,8 @@ class ReplayRow:
     output token each. back_to_back_seconds: the executables of the median repeat without the
     scheduler; idle_share: what of the wall is more than that. submit_seconds, wait_seconds: the
     host's, dispatching batches and waiting for results; where it never waits, it is what all wait
-    for. occupancy: real rows of the rows
-    computed, over all loops of decode rows. mean_rows: real rows in such a loop.
+    for. occupancy: real rows of the rows computed, over all loops of decode rows. mean_rows: real
+    rows in such a loop.
     ideal_seconds: see `ideal_seconds`; fraction: of the ideal throughput.
     """
 

@@ -6,6 +6,7 @@ the device takes for a loop. Iterating gives the rows one by one, for whoever ha
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -96,7 +97,7 @@ class Rows(Sequence):
         }
         return Rows(**columns, tokens=(self.tokens or ((),) * len(self)) + other.tokens)
 
-    @property
+    @functools.cached_property  # asked for at every step of a batch's way
     def num_decode(self) -> int:
         """How many are decode rows: prompt rows have a size."""
         return int(np.count_nonzero(self.size == 0))
