@@ -53,6 +53,12 @@ class CacheConfig:
         "with incremental_allocation, the share of the blocks in [0, 1) to leave free where a"
         " request joins others",
     )
+    enable_prefix_caching: bool = option(
+        False, "keep the K/V of full prompt pages for prompts that begin alike"
+    )
+    host_memory_bytes: int | None = option(
+        None, "bytes of host memory for preempted requests (None: half of what is free)"
+    )
 
     def __post_init__(self):
         plain_numbers(self)
@@ -76,6 +82,15 @@ class CacheConfig:
             "in [0, 1)",
             lambda ratio: 0 <= ratio < 1,
         )
+        check_bool("CacheConfig.enable_prefix_caching", self.enable_prefix_caching)
+        if self.enable_prefix_caching and self.layout == "shared":
+            rule = (
+                'needs layout = "last_exited": in "shared" later tokens read the last loop of a'
+                " page at every depth"
+            )
+            fail("CacheConfig.enable_prefix_caching", True, rule)
+        host = "CacheConfig.host_memory_bytes"
+        check_int(host, self.host_memory_bytes, minimum=0, optional=True)
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             fail(name, self.kv_cache_memory_bytes, "cannot be set together with num_blocks")
 
@@ -121,6 +136,9 @@ class SchedulerConfig:
     max_admission_bypasses: int = option(
         8, "later requests that may overtake one that does not fit; then all wait for it"
     )
+    enable_preemption: bool = option(
+        False, "save running requests to host memory where more urgent ones need their place"
+    )
 
     def __post_init__(self):
         plain_numbers(self)
@@ -136,6 +154,7 @@ class SchedulerConfig:
             ("max_admission_bypasses", 0),
         ):
             check_int(f"SchedulerConfig.{name}", getattr(self, name), minimum=least)
+        check_bool("SchedulerConfig.enable_preemption", self.enable_preemption)
         name = "SchedulerConfig.wavefront_chunked_prefill"
         check_bool(name, self.wavefront_chunked_prefill)
         if self.wavefront_chunked_prefill and self.mode == "no_refill":

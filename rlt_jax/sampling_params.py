@@ -39,6 +39,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = option((), "token ids that end the output")
     logprobs: int | None = option(None, "0: return the log probability of each output token")
     priority: int = option(0, 'lower is more urgent, where SchedulerConfig.policy = "priority"')
+    cache_salt: str | None = option(
+        None, "cached prefixes are shared only among requests of the same salt"
+    )
 
     def __post_init__(self):
         plain_numbers(self)
@@ -67,3 +70,7 @@ class SamplingParams:
         if self.logprobs is not None and (type(self.logprobs) is not int or self.logprobs != 0):
             fail(f"{name}.logprobs", self.logprobs, "must be 0 (the output tokens' own) or None")
         check_int(f"{name}.priority", self.priority)
+        if self.cache_salt is not None and (
+            not isinstance(self.cache_salt, str) or not self.cache_salt
+        ):
+            fail(f"{name}.cache_salt", self.cache_salt, "must be a non-empty string or None")

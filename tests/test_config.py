@@ -44,6 +44,12 @@ FIELDS = {
         [-0.01, 1, 1.0, NAN, "0.1", None, True],
         "must be a finite number in [0, 1)",
     ),
+    (CacheConfig, "enable_prefix_caching"): ([True, False], [1, None], "must be True or False"),
+    (CacheConfig, "host_memory_bytes"): (
+        [None, 0, 2**40],
+        [-1, 0.5, "1", True],
+        "must be an integer >= 0 or None",
+    ),
     (SchedulerConfig, "max_num_seqs"): OPTIONAL_POSITIVE,
     (SchedulerConfig, "max_num_batched_tokens"): OPTIONAL_POSITIVE,
     (SchedulerConfig, "mode"): choice("refill", "no_refill", "mixed"),
@@ -57,6 +63,7 @@ FIELDS = {
         [-1, 1.0, None, True],
         "must be an integer >= 0",
     ),
+    (SchedulerConfig, "enable_preemption"): ([True, False], [1, None], "must be True or False"),
     (SchedulerConfig, "wavefront_chunked_prefill"): (
         [True, False],
         [0, None, "yes"],
@@ -136,6 +143,12 @@ def test_num_blocks_and_kv_bytes_exclude_each_other():
     rule = r"CacheConfig\.kv_cache_memory_bytes = 5: cannot be set together with num_blocks"
     with pytest.raises(ValueError, match=rule):
         CacheConfig(num_blocks=1, kv_cache_memory_bytes=5)
+
+
+def test_prefixes_are_not_cached_in_the_shared_layout():
+    rule = r'CacheConfig\.enable_prefix_caching = True: needs layout = "last_exited"'
+    with pytest.raises(ValueError, match=rule):
+        CacheConfig(enable_prefix_caching=True, layout="shared")
 
 
 # The exit trace.

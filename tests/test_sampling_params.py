@@ -39,6 +39,7 @@ FIELDS = {
     "stop_token_ids": ([(), (0, 5)], [None, 5, "5", {5}], "must be a list of token ids"),
     "logprobs": ([None, 0], [-1, 1, 0.0, False], "must be 0 (the output tokens' own) or None"),
     "priority": ([0, -5, 2**70], [1.0, "1", None, True], "must be an integer"),
+    "cache_salt": ([None, "a"], ["", 5, b"a", True], "must be a non-empty string or None"),
 }
 
 GOOD = [(field, value) for field, (good, _, _) in FIELDS.items() for value in good]

@@ -24,6 +24,8 @@ TYPED = {
     (CacheConfig, "memory_reserve_bytes"): (["0"], 0),
     (CacheConfig, "incremental_allocation"): ([], True),
     (CacheConfig, "watermark_ratio"): (["0.25"], 0.25),
+    (CacheConfig, "enable_prefix_caching"): ([], True),
+    (CacheConfig, "host_memory_bytes"): (["1000"], 1000),
     (SchedulerConfig, "max_num_seqs"): (["3"], 3),
     (SchedulerConfig, "max_num_batched_tokens"): (["64"], 64),
     (SchedulerConfig, "mode"): (["no_refill"], "no_refill"),
@@ -34,6 +36,7 @@ TYPED = {
     (SchedulerConfig, "admission_scan_limit"): (["5"], 5),
     (SchedulerConfig, "max_admission_bypasses"): (["0"], 0),
     (SchedulerConfig, "wavefront_chunked_prefill"): ([], True),
+    (SchedulerConfig, "enable_preemption"): ([], True),
     (ExitConfig, "mode"): (["trace", "--depths-by-request", '{"0": [4]}'], "trace"),
     (ExitConfig, "depths_by_request"): (['{"0": [4, 1]}', "--exit-mode=trace"], {"0": (4, 1)}),
     (ExitConfig, "seed"): (["5"], 5),
@@ -58,6 +61,7 @@ TYPED = {
     (SamplingParams, "stop_token_ids"): (["1,2", "--stop-token-ids", "3"], (1, 2, 3)),
     (SamplingParams, "logprobs"): (["0"], 0),
     (SamplingParams, "priority"): (["-3"], -3),
+    (SamplingParams, "cache_salt"): (["tenant"], "tenant"),
 }
 
 
