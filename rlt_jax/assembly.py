@@ -110,7 +110,13 @@ def assemble(
         cache.watermark_ratio,
     )
     scheduler = Scheduler(
-        scheduling, limits, rule, kv, execution.tokens_per_dispatch, execution.async_scheduling
+        scheduling,
+        limits,
+        rule,
+        kv,
+        execution.tokens_per_dispatch,
+        run_ahead=execution.async_scheduling,
+        caches_prefixes=cache.enable_prefix_caching,
     )
     core = EngineCore(scheduler, runner, limits, rule, execution.max_in_flight)
     return Assembly(core, runner, programs, plan, start_up)

@@ -144,11 +144,13 @@ class LLMEngine:
 
         Now: running, waiting; prefill, recurrent, coda, held (of the running ones, those that wait
         for that stage, or for the signal of a loop in flight); staged (of those in prefill, the
-        prompts that are between two loops); free_blocks, reserved_blocks (of the free ones, those
-        that running requests may still need), total_blocks; in_flight (batches). So far:
-        output_tokens; mean_depth, loops per output token; batch_occupancy, decode rows of all
-        batches over padded ones; idle_row_loops, loops run by rows that had already left;
-        executables at hand, and late_compiles. None: nothing to take a mean of yet.
+        prompts that are between two loops); free_blocks, cached_blocks (held by the prefix cache
+        alone, and given up as soon as they are needed), reserved_blocks (of both, those that
+        running requests may still need), total_blocks; in_flight (batches). So far: output_tokens;
+        mean_depth, loops per output token; batch_occupancy, decode rows of all batches over padded
+        ones; idle_row_loops, loops run by rows that had already left; prompt_tokens, and
+        cached_prompt_tokens, those of them that were not computed; executables at hand, and
+        late_compiles. None: nothing to take a mean of yet.
         """
         with self._lock:
             parts = self._running()

@@ -23,8 +23,8 @@ class RequestOutput:
     """A request's tokens so far. `exit_depths[i]` is the loop that output token i came from.
 
     `sampling_params` is what was really used: seed and loop bounds filled in. `logprobs` is
-    None unless asked for; otherwise as long as `token_ids`. `error` is set when
-    finish_reason is "error".
+    None unless asked for; otherwise as long as `token_ids`. `num_cached_tokens`: of the prompt,
+    those whose K/V was there already. `error` is set when finish_reason is "error".
     """
 
     request_id: str
@@ -37,4 +37,5 @@ class RequestOutput:
     finish_reason: str | None
     sampling_params: SamplingParams
     metrics: RequestMetrics
+    num_cached_tokens: int = 0
     error: str | None = None

@@ -56,9 +56,12 @@ class WaitingRequests:
         """Those whose end was interrupted before they were removed."""
         self._queue = [one for one in self._queue if not one.request.finished]
 
-    def admissible(self, room: Callable[[], int]) -> Iterator[Request]:
+    def admissible(
+        self, room: Callable[[], int], shared: Callable[[Request], int] = lambda _: 0
+    ) -> Iterator[Request]:
         """Takes out those whose turn it is, one by one; each must have its blocks before the next
-        is asked for. room: positions that one request can have now."""
+        is asked for. room: positions that one request can have now. shared: those that it would
+        have in common with others, and need no room."""
         passed = 0  # those at the head of the queue that do not fit
         bypasses_left = math.inf  # of the one among them with the fewest
         most = room()
@@ -66,7 +69,7 @@ class WaitingRequests:
             if passed == len(self._queue) or not bypasses_left:
                 return
             one = self._queue[passed]
-            if one.positions <= most:
+            if one.positions <= most or one.positions - shared(one.request) <= most:
                 for overtaken in self._queue[:passed]:
                     overtaken.bypasses_left -= 1
                 bypasses_left -= 1

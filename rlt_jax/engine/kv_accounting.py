@@ -1,6 +1,9 @@
 """Which KV pages belong to whom: host-side bookkeeping only."""
 
 import dataclasses
+from collections.abc import Sequence
+
+from rlt_jax.engine.prefix_cache import PrefixCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,11 +16,13 @@ class KVGeometry:
 
 
 class KVAccounting:
-    """Owns the free list. An owner is a request generation; its table lists logical pages.
+    """Owns the pages. An owner is a request generation; its table lists logical pages.
 
-    incremental: an owner gets pages as its tokens come to them. Those that it may still need are
-    free, but reserved: extend() never fails. watermark_ratio: the share of all blocks that must
-    stay free beside them where an owner comes to others.
+    Owners may share the pages of a prompt prefix; what nobody holds but the prefix cache is given
+    up as soon as it is needed.
+    incremental: an owner gets pages as its tokens come to them. Those that were promised to it
+    stay available: extend() never fails up to there. watermark_ratio: the share of all blocks that
+    must stay free beside them where an owner comes to others.
     """
 
     def __init__(
@@ -26,6 +31,7 @@ class KVAccounting:
         self.geometry = geometry
         self.incremental = incremental
         self._watermark = int(watermark_ratio * self.total_blocks) if incremental else 0
+        self.changes = 0
         self.release_all()
 
     @property
@@ -35,19 +41,25 @@ class KVAccounting:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks in nobody's table."""
+        """Blocks in nobody's table and not in the cache."""
         return len(self._free) * self.geometry.planes
 
     @property
+    def cached_blocks(self) -> int:
+        """Blocks that only the prefix cache holds."""
+        return self._cache.num_idle * self.geometry.planes
+
+    @property
     def reserved_blocks(self) -> int:
-        """Those of the free ones that owners may still need."""
+        """Those of the free and the cached ones that owners may still need."""
         return self._num_reserved * self.geometry.planes
 
     @property
     def available_blocks(self) -> int:
         """Those that one more owner can have."""
         watermark = self._watermark if self._tables else 0
-        return max(self.free_blocks - self.reserved_blocks - watermark, 0)
+        usable = self.free_blocks + self.cached_blocks
+        return max(usable - self.reserved_blocks - watermark, 0)
 
     def cost(self, positions: int) -> int:
         """Blocks that `positions` tokens take: planes * ceil(positions / block_size)."""
@@ -58,20 +70,32 @@ class KVAccounting:
         return self.available_blocks // self.geometry.planes * self.geometry.block_size
 
     def allocate(
-        self, owner: int, positions: int, max_positions: int | None = None
+        self,
+        owner: int,
+        positions: int,
+        max_positions: int | None = None,
+        prefix: Sequence[int] = (),
     ) -> tuple[int, ...]:
         """Takes in an owner: pages for its first `positions` tokens, and more by extend() up to
-        max_positions (None: no more); all of them now where not incremental. Returns its table."""
+        max_positions (None: no more); all of them now where not incremental. Returns its table.
+
+        prefix: pages that find_prefix() gave for it, to begin its table with.
+        """
         max_positions = max_positions or positions
         if owner in self._tables:
             raise ValueError(f"owner = {owner}: already holds blocks")
-        if self.cost(max_positions) > self.available_blocks:
+        needed = self.cost(max_positions) - self._held(prefix) * self.geometry.planes
+        if needed > self.available_blocks:
             raise ValueError(
-                f"positions = {max_positions}: needs {self.cost(max_positions)} blocks,"
+                f"positions = {max_positions}: needs {needed} blocks,"
                 f" {self.available_blocks} are available"
             )
-        self._tables[owner] = ()
-        self._reserved[owner] = self._pages(max_positions)
+        for page in prefix:
+            self._holders[page] += 1
+            self._cache.take(page)
+        self.changes += 1
+        self._tables[owner] = tuple(prefix)
+        self._reserved[owner] = self._pages(max_positions) - len(prefix)
         self._num_reserved += self._reserved[owner]
         return self.extend(owner, positions if self.incremental else max_positions)
 
@@ -89,23 +113,63 @@ class KVAccounting:
             raise ValueError(f"positions = {positions}: owner {owner} was given {most} at most")
         self._reserved[owner] -= pages
         self._num_reserved -= pages
-        self._tables[owner] = table + tuple(self._free.pop() for _ in range(pages))
+        self._tables[owner] = table + tuple(self._take_page() for _ in range(pages))
         return self._tables[owner]
 
     def table(self, owner: int) -> tuple[int, ...]:
         return self._tables[owner]
 
     def release(self, owner: int) -> None:
-        """Gives the owner's pages and reservation back; raises KeyError when it has none."""
-        self._free.extend(reversed(self._tables.pop(owner)))
+        """Gives the owner's pages and reservation back; raises KeyError when it has none. Known
+        pages stay in the cache, the first of a prefix the longest."""
+        for page in reversed(self._tables.pop(owner)):
+            self._holders[page] -= 1
+            if not self._holders[page] and not self._cache.let_go(page):
+                self._free.append(page)
         self._num_reserved -= self._reserved.pop(owner)
+        self.changes += 1
 
     def release_all(self) -> None:
-        """Every page is free again."""
+        """Every page is free again, and nothing known of any."""
         self._free = list(range(self.geometry.num_pages - 1, -1, -1))
+        self._holders = [0] * self.geometry.num_pages
         self._tables: dict[int, tuple[int, ...]] = {}
         self._reserved: dict[int, int] = {}  # pages
         self._num_reserved = 0
+        self._cache = PrefixCache()
+        self.changes += 1
+
+    # -- prefixes --------------------------------------------------------------------------------
+
+    def find_prefix(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
+        """The pages of the longest known prefix, for allocate() to share."""
+        return self._cache.find(hashes)
+
+    def shared_positions(self, hashes: Sequence[bytes]) -> int:
+        """Positions of this prefix that need no more room, since other owners hold them. The same
+        until `changes` changes."""
+        return self._held(self._cache.find(hashes)) * self.geometry.block_size
+
+    def publish(self, owner: int, hashes: Sequence[bytes], first: int) -> None:
+        """The owner's pages from the `first`-th on hold what these hashes say: others may share
+        them."""
+        pages = self._tables[owner][first : first + len(hashes)]
+        for page_hash, page in zip(hashes, pages, strict=True):
+            self._cache.put(page_hash, page)
+        self.changes += 1
+
+    def _held(self, prefix: Sequence[int]) -> int:
+        """How many of these pages owners hold."""
+        return sum(not self._cache.is_idle(page) for page in prefix)
+
+    def _take_page(self) -> int:
+        if self._free:
+            page = self._free.pop()
+        else:
+            page = self._cache.evict()
+            self.changes += 1
+        self._holders[page] = 1
+        return page
 
     def _pages(self, positions: int) -> int:
         return -(-positions // self.geometry.block_size)

@@ -16,8 +16,9 @@ class Request:
     """Mutable; owned by the scheduler alone.
 
     generation: unique in the engine, never reused. slot: its place among those admitted, where its
-    progress is kept (see slots.py); None before and after. stop_ids: tokens that end it. Times:
-    seconds. Results: tokens, depths, logprobs.
+    progress is kept (see slots.py); None before and after. stop_ids: tokens that end it.
+    page_hashes: of the full pages of its prompt, where prefixes are cached. cached_tokens: of the
+    prompt, those that were not computed. Times: seconds. Results: tokens, depths, logprobs.
     """
 
     id: str
@@ -28,6 +29,8 @@ class Request:
     arrived: float
     slot: int | None = None
     stop_ids: frozenset[int] = frozenset()
+    page_hashes: tuple[bytes, ...] = ()
+    cached_tokens: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     depths: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -62,6 +65,7 @@ class Request:
             finished=self.finished,
             finish_reason=self.finish_reason,
             sampling_params=self.params,
+            num_cached_tokens=self.cached_tokens,
             metrics=RequestMetrics(
                 queue_time=None if self.admitted is None else self.admitted - self.arrived,
                 time_to_first_token=(

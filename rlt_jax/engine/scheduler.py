@@ -20,6 +20,7 @@ from rlt_jax.engine.batching import Batcher
 from rlt_jax.engine.exit_policy import ExitPolicy
 from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting
+from rlt_jax.engine.prefix_cache import page_hashes
 from rlt_jax.engine.request import Request
 from rlt_jax.engine.slots import (
     CODA,
@@ -49,6 +50,7 @@ class Scheduler:
         kv: KVAccounting,
         tokens_per_dispatch: int = 1,
         run_ahead: bool = False,
+        caches_prefixes: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         """config: resolved, no None left. run_ahead: submit a request's next loop before the
@@ -60,12 +62,20 @@ class Scheduler:
         self._kv = kv
         self._tokens_per_dispatch = tokens_per_dispatch
         self._ahead = int(run_ahead)
+        self._caches_prefixes = caches_prefixes
         self._clock = clock
         self._waiting = WaitingRequests(config)
         self._by_id: dict[str, Request] = {}
         self._by_generation: dict[int, Request] = {}
         self._sequence = 0
-        self._counts = {"tokens": 0, "loops": 0, "idle_row_loops": 0}
+        self._counts = {
+            "tokens": 0,
+            "loops": 0,
+            "idle_row_loops": 0,
+            "prompt_tokens": 0,
+            "cached_prompt_tokens": 0,
+        }
+        self._shared: tuple[int, dict[int, int]] = (-1, {})
         self._start_empty()
 
     # -- what the engine asks and tells --------------------------------------------------------
@@ -94,7 +104,7 @@ class Scheduler:
 
     def stats(self) -> dict[str, int]:
         """What is there now: all zero but the blocks when nothing runs. staged: prompts with chunks
-        between their loops."""
+        between their loops. cached_blocks: those that only the prefix cache holds."""
         by_stage = np.bincount(self._slots.stage, minlength=len(RequestStage))
         named = ("PREFILL", "RECURRENT", "CODA", "HELD")
         return {
@@ -103,18 +113,23 @@ class Scheduler:
             **{name.lower(): int(by_stage[RequestStage[name]]) for name in named},
             "staged": len(self._staging),
             "free_blocks": self._kv.free_blocks,
+            "cached_blocks": self._kv.cached_blocks,
             "reserved_blocks": self._kv.reserved_blocks,
             "total_blocks": self._kv.total_blocks,
         }
 
     def totals(self) -> dict[str, float]:
         """Since the engine was built. mean_depth: loops per output token (None: no token yet).
-        idle_row_loops: loops run in vain by rows that had already left."""
+        idle_row_loops: loops run in vain by rows that had already left. prompt_tokens: of all
+        requests admitted, cached_prompt_tokens: those of them that were not computed."""
         tokens = self._counts["tokens"]
         return {
             "output_tokens": tokens,
             "mean_depth": self._counts["loops"] / tokens if tokens else None,
-            "idle_row_loops": self._counts["idle_row_loops"],
+            **{
+                name: self._counts[name]
+                for name in ("idle_row_loops", "prompt_tokens", "cached_prompt_tokens")
+            },
         }
 
     def add(self, request: Request) -> None:
@@ -123,6 +138,9 @@ class Scheduler:
             fail("request_id", request.id, "must not be the id of an unfinished request")
         eos = () if request.params.ignore_eos else self._limits.eos_token_ids
         request.stop_ids = frozenset((*request.params.stop_token_ids, *eos))
+        if self._caches_prefixes:
+            size, salt = self._kv.geometry.block_size, request.params.cache_salt
+            request.page_hashes = page_hashes(request.prompt, size, salt)
         self._by_id[request.id] = request
         self._by_generation[request.generation] = request
         self._waiting.add(request)
@@ -219,14 +237,35 @@ class Scheduler:
         still need included: none runs out on the way."""
         if not self._slots.has_free:
             return
-        for request in self._waiting.admissible(self._kv.room):
+        for request in self._waiting.admissible(self._kv.room, self._shared_positions):
             owner = request.generation
-            self._kv.allocate(owner, len(request.prompt), request.max_positions)
+            prefix = self._kv.find_prefix(self._reusable(request))
+            self._kv.allocate(owner, len(request.prompt), request.max_positions, prefix)
+            request.cached_tokens = len(prefix) * self._kv.geometry.block_size
+            self._counts["prompt_tokens"] += len(request.prompt)
+            self._counts["cached_prompt_tokens"] += request.cached_tokens
             request.admitted = self._clock()
             self._slots.fill(request, self._policy, self._limits.full_depth)
             self._slots.capacity[request.slot] = self._kv.capacity(owner)
             if not self._slots.has_free:
                 return
+
+    def _reusable(self, request: Request) -> tuple[bytes, ...]:
+        """The pages that may come from the cache: the last prompt token is always computed, since
+        its hidden state gives the first output."""
+        return request.page_hashes[: (len(request.prompt) - 1) // self._kv.geometry.block_size]
+
+    def _shared_positions(self, request: Request) -> int:
+        """Those of a waiting request whose pages others hold. Kept while nothing has changed: at
+        every step the same requests are looked at."""
+        if not request.page_hashes:
+            return 0
+        changes, kept = self._shared
+        if changes != self._kv.changes:
+            changes, kept = self._shared = (self._kv.changes, {})
+        if request.generation not in kept:
+            kept[request.generation] = self._kv.shared_positions(self._reusable(request))
+        return kept[request.generation]
 
     def _extend_tables(self, slot_n: np.ndarray, last_position: np.ndarray) -> None:
         """Blocks for decode rows that come to a new page; their tables go up with the batch."""
@@ -315,11 +354,29 @@ class Scheduler:
             raise RuntimeError(f"results of batch {output.sequence} for batch {batch.sequence}")
         if not np.array_equal(output.rows.of.generation, batch.rows.generation):
             raise RuntimeError(f"results of other requests for batch {batch.sequence}")
+        if batch.stage is Stage.PREFILL or batch.stage is Stage.MIXED:
+            self._complete_prompts(batch)
         alive = self._land(batch)
         grown = self._emit(batch.rows, output, alive) if output.rows.token is not None else []
         if batch.reads_gate:
             self._apply_signals(batch.rows, output)
         return grown
+
+    def _complete_prompts(self, batch: SchedulerOutput) -> None:
+        """Prompt tokens that have run all their loops, and this is the evidence: what their pages
+        hold is there for others, too, even if their own request has ended."""
+        slots, rows = self._slots, batch.rows
+        ends = rows.size > 0
+        if batch.stage is Stage.MIXED:
+            ends = ends & (rows.depth + batch.num_loops > self._limits.full_depth)
+        ends_at = (rows.position + rows.size)[ends]
+        size = self._kv.geometry.block_size
+        for slot, completed in zip(rows.slot[ends].tolist(), ends_at.tolist(), strict=True):
+            request = slots.request[slot]
+            first, slots.completed[slot] = int(slots.completed[slot]) // size, completed
+            hashes = request.page_hashes[first : completed // size]
+            if hashes:
+                self._kv.publish(request.generation, hashes, first)
 
     def _land(self, batch: SchedulerOutput) -> np.ndarray:
         """A batch came back; which of its rows' requests have not ended, [rows] bool."""

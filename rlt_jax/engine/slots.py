@@ -32,8 +32,8 @@ class Slots:
 
     stage: RequestStage. turn: the order in which requests came to their stages. request: who has
     the slot. position: of the token being computed (in prefill, the next prompt token of which no
-    loop is scheduled). prompt_size: tokens of the prompt. capacity: positions that its block table
-    holds. depth: loops that the token has run.
+    loop is scheduled). completed: prompt tokens known to have run all loops. prompt_size: tokens of
+    the prompt. capacity: positions that its block table holds. depth: loops that the token has run.
     exit_depth: where it leaves, as far as is known. sampled: output tokens, max_tokens of them in
     the end. remaining: probability that the token has not exited.
     heard: the last loop whose signal was applied. first_gate .. last_gate: loops whose signal is
@@ -53,8 +53,8 @@ class Slots:
         self.min_loops, self.max_loops, self.first_gate, self.last_gate, self.heard = (
             np.zeros(count, np.int32) for _ in range(5)
         )
-        self.in_flight, self.prompt_size, self.capacity = (
-            np.zeros(count, np.int32) for _ in range(3)
+        self.in_flight, self.prompt_size, self.completed, self.capacity = (
+            np.zeros(count, np.int32) for _ in range(4)
         )
         self.remaining, self.threshold = np.ones(count, np.float32), np.ones(count, np.float32)
         self.whole, self.draws, self.on_device, self.replays = (
@@ -73,8 +73,9 @@ class Slots:
         bounds, params, gates = request.bounds, request.params, policy.gate_loops(request.bounds)
         self.request[slot] = request
         self.generation[slot] = request.generation
-        for array in (self.position, self.depth, self.sampled, self.heard, self.in_flight):
+        for array in (self.depth, self.sampled, self.heard, self.in_flight):
             array[slot] = 0
+        self.position[slot] = self.completed[slot] = request.cached_tokens
         self.max_tokens[slot] = params.max_tokens
         self.prompt_size[slot] = len(request.prompt)
         self.min_loops[slot], self.max_loops[slot] = bounds.min_loops, bounds.max_loops
