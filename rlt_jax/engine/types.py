@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,8 @@ class Stage(enum.Enum):
     BOUNDARY = "boundary"  # rows that exit sample, then one loop: theirs and the others'
     TOKENS = "tokens"  # whole tokens at full depth: every loop, then the coda
     MIXED = "mixed"  # one loop of decode rows and of prompt chunks, each at its own depth
+    SAVE = "save"  # some pages of a slot, and what else the slot holds, to the host
+    RESTORE = "restore"  # and back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,12 +140,23 @@ class SlotUpdate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Transfer:
+    """Pages of a slot on their way: `count` of its block table from the `first`-th on. content:
+    what SAVE gave for them (None in a SAVE); only the runner looks inside."""
+
+    first: int
+    count: int
+    content: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
 class SchedulerOutput:
     """One batch. `slot_updates` take effect before it, and belong to its rows.
 
     samples: a row that samples draws. num_tokens: tokens that every row of a TOKENS batch runs.
     num_loops: loops that every row of a MIXED batch runs, from its depth on; more than one in a
-    batch of prompt chunks alone.
+    batch of prompt chunks alone. transfer: of a SAVE or RESTORE batch, whose one row names the
+    slot.
     """
 
     sequence: int
@@ -152,6 +166,7 @@ class SchedulerOutput:
     samples: bool = False
     num_tokens: int = 1
     num_loops: int = 1
+    transfer: Transfer | None = None
 
     @property
     def reads_gate(self) -> bool:
@@ -214,11 +229,13 @@ class RowResults(Sequence):
 
 @dataclasses.dataclass(frozen=True)
 class RunnerOutput:
-    """Evidence that batch `sequence` is complete, and its results, one per row."""
+    """Evidence that batch `sequence` is complete, and its results, one per row. content: what a
+    SAVE batch copied to the host."""
 
     sequence: int
     stage: Stage
     rows: RowResults
+    content: Any = None
 
 
 class BatchError(RuntimeError):
