@@ -1,6 +1,7 @@
 """The life of requests: admission, progress, results, ends. Owns their progress and block tables.
 
-Who is admitted next is decided in admission.py, which rows run next in batching.py.
+Who is admitted next is decided in admission.py, which rows run next in batching.py; how they come
+on is in progress.py.
 
 schedule() -> SchedulerOutput -> (runner) -> RunnerOutput -> update(). Progress that needs no
 result is made when a batch is scheduled: sampled tokens stay on the device, so the next batch of a
@@ -21,17 +22,9 @@ from rlt_jax.engine.exit_policy import ExitPolicy
 from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting
 from rlt_jax.engine.prefix_cache import page_hashes
+from rlt_jax.engine.progress import Progress
 from rlt_jax.engine.request import Request
-from rlt_jax.engine.slots import (
-    CODA,
-    ENDED,
-    HELD,
-    LAST,
-    PREFILL,
-    RECURRENT,
-    RequestStage,
-    Slots,
-)
+from rlt_jax.engine.slots import ENDED, RequestStage, Slots
 from rlt_jax.engine.staging import Staging
 from rlt_jax.engine.types import Rows, RunnerOutput, SchedulerOutput, SlotUpdate, Stage
 from rlt_jax.validation import fail
@@ -61,7 +54,7 @@ class Scheduler:
         self._policy = policy
         self._kv = kv
         self._tokens_per_dispatch = tokens_per_dispatch
-        self._ahead = int(run_ahead)
+        self._run_ahead = run_ahead
         self._caches_prefixes = caches_prefixes
         self._clock = clock
         self._waiting = WaitingRequests(config)
@@ -201,6 +194,9 @@ class Scheduler:
             self._staging,
             shared=self._kv.geometry.planes == 1,
         )
+        self._progress = Progress(
+            self._slots, self._staging, self._policy, full_depth, self._run_ahead
+        )
 
     def discard(self, batch: SchedulerOutput) -> None:
         """Forgets a batch that never reached the device."""
@@ -223,10 +219,7 @@ class Scheduler:
         updates = tuple(self._slot_update(slots.request[slot]) for slot in new)
         slots.in_flight[slot_n] += 1
         slots.on_device[slot_n] = True
-        if stage is Stage.PREFILL or stage is Stage.MIXED:
-            self._progress_prompts(rows, stage, choice.num_loops)
-        if stage is not Stage.PREFILL:
-            self._progress(rows, stage, choice.num_tokens)
+        self._progress.schedule(choice)
         self._sequence += 1
         return SchedulerOutput(
             self._sequence, stage, rows, updates, samples, choice.num_tokens, choice.num_loops
@@ -281,56 +274,6 @@ class Scheduler:
             slots.capacity[slot] = self._kv.capacity(owner)
             slots.on_device[slot] = False
 
-    def _progress_prompts(self, rows: Rows, stage: Stage, num_loops: int) -> None:
-        """What the prompt rows of a batch will have done."""
-        slots, full_depth = self._slots, self._limits.full_depth
-        prompts = rows.size > 0
-        slot_n, position_n, depth_n = (c[prompts] for c in (rows.slot, rows.position, rows.depth))
-        begins, ends = depth_n == 1, rows.ends_prompt[prompts]
-        if stage is Stage.PREFILL:
-            begins = depth_n > 0
-        else:
-            ends = ends & (depth_n + num_loops > full_depth)
-            for slot, position in zip(slot_n.tolist(), position_n.tolist(), strict=True):
-                self._staging.advance(slot, position, num_loops)
-        slots.position[slot_n[begins]] = (position_n + rows.size[prompts])[begins]
-        ended = slot_n[ends]
-        slots.position[ended] -= 1  # the last prompt position gives the first output
-        slots.depth[ended] = slots.exit_depth[ended] = full_depth
-        slots.enter(slot_n, np.where(ends, CODA, PREFILL))
-
-    def _progress(self, rows: Rows, stage: Stage, num_tokens: int) -> None:
-        """What the decode rows of a batch will have done, as far as no result is needed to know."""
-        slots = self._slots
-        exits = rows.exit_depth > 0
-        if exits.any():
-            slot_n = rows.slot[exits]
-            slots.sampled[slot_n] += num_tokens
-            last = slots.sampled[slot_n] >= slots.max_tokens[slot_n]
-            slots.stage[slot_n[last]] = LAST
-            going_on = slot_n[~last]
-            slots.position[going_on] += num_tokens
-            slots.start_token(going_on)
-            if stage is Stage.CODA or stage is Stage.TOKENS:
-                slots.enter(going_on, RECURRENT)
-        if stage is not Stage.CODA and stage is not Stage.TOKENS:
-            loops = rows.depth > 0
-            if stage is Stage.MIXED:
-                loops &= rows.size == 0
-            slots.depth[rows.slot[loops]] = rows.depth[loops]
-            self._route(rows.slot[loops])
-
-    def _route(self, slot_n: np.ndarray) -> None:
-        """Where requests go after their last scheduled loop, by what is known by now."""
-        slots = self._slots
-        depth = slots.depth[slot_n]
-        # The signals up to this loop, or the one before, must be known.
-        needed = np.minimum(depth - self._ahead, slots.last_gate[slot_n])
-        awaited = needed >= np.maximum(slots.heard[slot_n] + 1, slots.first_gate[slot_n])
-        leaves = depth >= slots.exit_depth[slot_n]
-        known = np.where(leaves, CODA, RECURRENT)
-        slots.enter(slot_n, np.where(awaited, HELD, known))
-
     def _slot_update(self, request: Request) -> SlotUpdate:
         return SlotUpdate(
             slot=request.slot,
@@ -359,7 +302,7 @@ class Scheduler:
         alive = self._land(batch)
         grown = self._emit(batch.rows, output, alive) if output.rows.token is not None else []
         if batch.reads_gate:
-            self._apply_signals(batch.rows, output)
+            self._counts["idle_row_loops"] += self._progress.hear(batch.rows, output)
         return grown
 
     def _complete_prompts(self, batch: SchedulerOutput) -> None:
@@ -420,35 +363,6 @@ class Scheduler:
         self._counts["tokens"] += emitted
         self._counts["loops"] += loops
         return grown
-
-    def _apply_signals(self, rows: Rows, output: RunnerOutput) -> None:
-        slots = self._slots
-        # Only of the token that the request is at.
-        current = rows.output_index + (rows.exit_depth > 0) == slots.sampled[rows.slot]
-        stage = slots.stage[rows.slot]
-        current &= rows.reads_gate & (stage >= RECURRENT) & (stage <= HELD)
-        slots.heard[rows.slot[current]] = rows.depth[current]
-        # Not of a loop that was run in vain, or whose exit is decided.
-        decides = current & (rows.depth < slots.exit_depth[rows.slot])
-        slot_n, loop = rows.slot[decides], rows.depth[decides]
-        if output.rows.leaves is not None:
-            leaves = output.rows.leaves[decides]
-        else:
-            leaves, slots.remaining[slot_n] = self._policy.decide(
-                output.rows.exit_probability[decides],
-                slots.remaining[slot_n],
-                loop,
-                slots.min_loops[slot_n],
-                slots.threshold[slot_n],
-            )
-        slot_n = slot_n[leaves]
-        slots.exit_depth[slot_n] = loop[leaves] + self._policy.lag
-        in_vain = slots.depth[slot_n] - slots.exit_depth[slot_n]
-        self._counts["idle_row_loops"] += int(in_vain[in_vain > 0].sum())
-        slot_n = rows.slot[current]
-        held = slots.stage[slot_n] == HELD
-        has_left = slots.depth[slot_n] >= slots.exit_depth[slot_n]
-        self._route(slot_n[held | (has_left & (slots.stage[slot_n] == RECURRENT))])
 
     # -- how requests end ------------------------------------------------------------------------
 
