@@ -6,7 +6,7 @@ It keeps what a device would know of each request and refuses a batch that does 
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import numpy as np
 import pytest
@@ -49,13 +49,84 @@ class Progress:
     chunks: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass
+class Cell:
+    """What the K/V of one position is of: `text`, all tokens up to there, after so many loops, by
+    this request. ready: known to the host to have run them all."""
+
+    text: Hashable
+    generation: int
+    loops: int
+    ready: bool = False
+
+
+class FakePages:
+    """What lies in the pages, where requests share those of a prompt prefix.
+
+    Refuses rows that read what is not of their own text, or somebody else's before the host knew
+    that it was complete. prompts: by generation; the device is never told of those it shares.
+    """
+
+    def __init__(self, block_size: int):
+        self._block_size = block_size
+        self.prompts: dict[int, tuple[int, ...]] = {}
+        self._tables: dict[int, tuple[int, ...]] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        self._cells: dict[tuple[int, int], Cell] = {}
+
+    def hear_of_requests(self, scheduler: Scheduler) -> None:
+        """The prompts of those that are added from now on."""
+        add = scheduler.add
+
+        def add_and_tell(request):
+            add(request)
+            self.prompts[request.generation] = request.prompt
+
+        scheduler.add = add_and_tell
+
+    def set_tables(self, batch: SchedulerOutput) -> None:
+        generations = {row.slot: row.generation for row in batch.rows}
+        for update in batch.slot_updates:
+            self._tables[generations[update.slot]] = update.block_table
+
+    def run(self, generation: int, first: int, size: int, loops: int) -> None:
+        """`size` positions come to have run `loops` loops, and read all before them. What is
+        decoded counts as run to full depth: where it leaves, its K/V is copied to the others."""
+        for position in range(first):
+            cell = self._cells.get(self._place(generation, position))
+            assert cell and cell.text == self._text(generation, position), "not its prefix"
+            assert cell.loops >= loops, "not run yet"
+            assert cell.ready or cell.generation == generation, "not known to be complete"
+        for position in range(first, first + size):
+            cell = Cell(self._text(generation, position), generation, loops)
+            self._cells[self._place(generation, position)] = cell
+
+    def complete(self, batch: SchedulerOutput) -> None:
+        """The batch was collected."""
+        for row in batch.rows:
+            if row.size and row.depth + batch.num_loops - 1 == FULL_DEPTH:
+                for position in range(row.position, row.position + row.size):
+                    self._cells[self._place(row.generation, position)].ready = True
+
+    def _text(self, generation: int, position: int) -> Hashable:
+        prompt = self.prompts[generation]
+        return prompt[: position + 1] if position < len(prompt) else (generation, position)
+
+    def _place(self, generation: int, position: int) -> tuple[int, int]:
+        page, offset = divmod(position, self._block_size)
+        return self._tables[generation][page], offset
+
+
 class FakeDevice:
     """A runner that keeps every batch it was given, and hands out results when they are collected.
 
     token(generation, output index) and hazard(generation, position, depth) are what it computes.
     It decides exits itself where it is given `leaves`, (generation, position, depth) -> bool, and
     then does nothing for a row that has left. ahead: loops that a request may run before a signal
-    of its own is read. alone: whether a batch may leave out rows whose signal is awaited.
+    of its own is read. alone: whether a batch may leave out rows whose signal is awaited. pages:
+    what they hold, where requests may begin behind a cached prefix.
     """
 
     def __init__(
@@ -69,6 +140,7 @@ class FakeDevice:
         self._token, self._hazard, self._leaves = token, hazard, leaves
         self._ahead, self._alone = ahead, alone
         self._progress: dict[int, Progress] = {}
+        self.pages: FakePages | None = None
         self.batches: list[SchedulerOutput] = []
         self.in_flight: list[SchedulerOutput] = []
         self.most_in_flight = 0
@@ -87,6 +159,8 @@ class FakeDevice:
         if decoding:
             assert all(awaited[generation] <= self._ahead for generation in decoding)
             assert self._alone or max(awaited.values(), default=0) <= self._ahead
+        if self.pages:
+            self.pages.set_tables(batch)
         self.batches.append(batch)
         self.in_flight.append(batch)
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
@@ -94,12 +168,17 @@ class FakeDevice:
         return RunnerOutput(batch.sequence, batch.stage, as_columns(batch, results))
 
     def collect(self, output):
-        assert self.in_flight.pop(0).sequence == output.sequence
+        batch = self.in_flight.pop(0)
+        assert batch.sequence == output.sequence
+        if self.pages:
+            self.pages.complete(batch)
         return output
 
     def reset(self):
         self.resets += 1
         self.in_flight.clear()
+        if self.pages:
+            self.pages.clear()
 
     def stages(self) -> str:
         """One letter per batch: P prefill, R recurrent, C coda, B boundary, T tokens, M mixed."""
@@ -109,7 +188,13 @@ class FakeDevice:
         return [batch for batch in self.batches if batch.stage is stage]
 
     def _run(self, batch: SchedulerOutput, row: Row) -> RowResult:
-        at = self._progress.setdefault(row.generation, Progress())
+        begins_at = row.position if self.pages else 0
+        at = self._progress.setdefault(row.generation, Progress(begins_at))
+        if self.pages and row.depth:
+            begins = batch.stage is Stage.BOUNDARY and row.exit_depth > 0  # its next position
+            size = row.size or batch.num_tokens
+            loops = row.depth + batch.num_loops - 1 if row.size else FULL_DEPTH
+            self.pages.run(row.generation, row.position + begins, size, loops)
         if batch.stage is Stage.MIXED and row.size:
             self._run_chunk(row, at, batch.num_loops)
             return RowResult(row.generation, row.position, row.depth)
@@ -217,6 +302,7 @@ def fake_engine(
     run_ahead: bool = False,
     incremental: bool = False,
     watermark_ratio: float = 0.0,
+    caches_prefixes: bool = False,
     **scheduling,
 ) -> tuple[EngineCore, FakeDevice]:
     limits = ModelLimits(97, FULL_DEPTH, max_positions=512, eos_token_ids=eos_token_ids)
@@ -224,8 +310,19 @@ def fake_engine(
     policy = exit_policy(exit_config or ExitConfig())
     geometry = KVGeometry(num_pages, planes, block_size)
     kv = KVAccounting(geometry, incremental, watermark_ratio)
-    scheduler = Scheduler(config.resolve("cpu"), limits, policy, kv, tokens_per_dispatch, run_ahead)
+    scheduler = Scheduler(
+        config.resolve("cpu"),
+        limits,
+        policy,
+        kv,
+        tokens_per_dispatch,
+        run_ahead,
+        caches_prefixes=caches_prefixes,
+    )
     device = device or FakeDevice()
+    if caches_prefixes:
+        device.pages = FakePages(block_size)
+        device.pages.hear_of_requests(scheduler)
     return EngineCore(scheduler, device, limits, policy, max_in_flight), device
 
 
@@ -239,10 +336,11 @@ def run(core: EngineCore, steps: int = 10_000) -> dict:
     raise AssertionError(f"not done after {steps} steps: {core.scheduler.stats()}")
 
 
-def assert_empty(core: EngineCore) -> None:
-    """Nothing is left of any request."""
+def assert_empty(core: EngineCore, cached_blocks: int = 0) -> None:
+    """Nothing is left of any request but what the prefix cache keeps."""
     stats = core.scheduler.stats()
     assert not core.has_unfinished_requests()
-    assert stats.pop("free_blocks") == stats.pop("total_blocks")
+    assert stats.pop("free_blocks") == stats.pop("total_blocks") - cached_blocks
+    assert stats.pop("cached_blocks") == cached_blocks
     assert set(stats.values()) == {0}
     assert core.scheduler.block_tables() == {}

@@ -9,6 +9,7 @@ from rlt_jax.engine.admission import WaitingRequests
 from rlt_jax.engine.batching import Batcher
 from rlt_jax.engine.core import EngineCore
 from rlt_jax.engine.kv_accounting import KVAccounting
+from rlt_jax.engine.prefix_cache import PrefixCache
 from rlt_jax.engine.scheduler import Scheduler
 from rlt_jax.engine.slots import Slots
 from rlt_jax.engine.staging import Staging
@@ -23,12 +24,15 @@ STEP_FUNCTIONS = [
     EngineCore._tell,
     Scheduler.schedule,
     Scheduler._admit,
+    Scheduler._reusable,
+    Scheduler._shared_positions,
     Scheduler._extend_tables,
     Scheduler._progress,
     Scheduler._progress_prompts,
     Scheduler._route,
     Scheduler._slot_update,
     Scheduler.update,
+    Scheduler._complete_prompts,
     Scheduler._emit,
     Scheduler._apply_signals,
     Scheduler._land,
@@ -68,6 +72,16 @@ STEP_FUNCTIONS = [
     KVAccounting.allocate,
     KVAccounting.extend,
     KVAccounting.release,
+    KVAccounting.find_prefix,
+    KVAccounting.shared_positions,
+    KVAccounting.publish,
+    KVAccounting._held,
+    KVAccounting._take_page,
+    PrefixCache.find,
+    PrefixCache.put,
+    PrefixCache.let_go,
+    PrefixCache.take,
+    PrefixCache.evict,
 ]
 STEP_CODE = {function.__code__ for function in STEP_FUNCTIONS}
 CHOICES = (Scheduler, WaitingRequests, Batcher, Staging)
@@ -95,6 +109,7 @@ def test_the_functions_of_the_scheduler_are_all_known():
         {"incremental": True, "max_in_flight": 2, "block_size": 1, "num_pages": 9},
         {"mode": "refill", "max_in_flight": 2, "run_ahead": True},
         {"mode": "mixed", "max_in_flight": 2},
+        {"caches_prefixes": True, "max_in_flight": 2, "block_size": 2, "num_pages": 8},
         {"mode": "refill", "max_in_flight": 2, "wavefront_chunked_prefill": True},
         {
             "mode": "mixed",
@@ -139,8 +154,9 @@ def run_interrupted(options, interrupted_at):
     )
     sizes = {"prefill_chunk_size": 4, "max_num_seqs": 3, "num_pages": 4}
     core, device = fake_engine(device, **sizes | options)
+    beginning = [3] * 4 if "caches_prefixes" in options else []
     for name, (prompt, params) in requests.items():
-        core.add_request(name, prompt, params)
+        core.add_request(name, beginning + prompt, params)
     states = []
 
     def trace(frame, event, argument):
@@ -168,10 +184,13 @@ def run_interrupted(options, interrupted_at):
     assert all(output.finished for output in outputs.values())
     reasons = {output.finish_reason for output in outputs.values()}
     assert reasons <= ({"length", "stop", "error"} if interrupts else {"length", "stop"})
-    assert_empty(core)
+    cached = core.scheduler.stats()["cached_blocks"]
+    assert not cached or beginning
+    assert_empty(core, cached)
     assert device.resets == interrupts == (interrupted_at is not None)
     if not interrupts:
         assert device.most_in_flight == options["max_in_flight"]
+        assert bool(core.scheduler.totals()["cached_prompt_tokens"]) == bool(beginning)
     return states
 
 
