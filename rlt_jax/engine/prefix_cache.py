@@ -15,7 +15,8 @@ def page_hashes(tokens: Sequence[int], page_size: int, salt: str | None) -> tupl
     """A SHA-256 digest for each full page, chained from page to page; the salt begins the chain."""
     data = np.asarray(tokens, np.int32).tobytes()
     page_bytes = page_size * np.dtype(np.int32).itemsize
-    parent = hashlib.sha256(b"" if salt is None else b"salt" + salt.encode()).digest()
+    beginning = b"" if salt is None else b"salt" + salt.encode(errors="surrogatepass")
+    parent = hashlib.sha256(beginning).digest()
     hashes = []
     for end in range(page_bytes, len(data) + 1, page_bytes):
         parent = hashlib.sha256(parent + data[end - page_bytes : end]).digest()
