@@ -1,7 +1,7 @@
-"""The device programs: pure functions (state, params, packed input) -> (state, results).
+"""The device programs: pure functions (state, params, packed input) -> (state, packed results).
 
-Each is compiled once per bucket. The state is donated and returned; results for the host are
-separate outputs. Loop depth is data: one recurrent program serves all depths.
+Each is compiled once per bucket. The state is donated and returned; results for the host are an
+output of their own. Loop depth is data: one recurrent program serves all depths.
 """
 
 import dataclasses
@@ -21,10 +21,11 @@ from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
 from rlt_jax.runtime import sampler
 from rlt_jax.runtime.device_state import DeviceState, StateShape
 from rlt_jax.runtime.exits import HOST_DECIDES, Exits, decide_exits, has_left
-from rlt_jax.runtime.step_input import (
+from rlt_jax.runtime.packed import (
     PackedLayout,
     mixed_layout,
     prompt_layout,
+    result_layout,
     row_layout,
     shared_prompt_layout,
     slot_layout,
@@ -33,7 +34,7 @@ from rlt_jax.runtime.step_input import (
 SLOT_UPDATE_ROWS = 8  # slots set by one call of the set_slots program
 
 Results = dict[str, jax.Array]
-Program = Callable[[DeviceState, OuroParams, jax.Array], tuple[DeviceState, Results]]
+Program = Callable[[DeviceState, OuroParams, jax.Array], tuple[DeviceState, jax.Array]]
 
 
 class Kind(enum.Enum):
@@ -51,6 +52,15 @@ class Kind(enum.Enum):
     TOKEN_SAMPLE = "token_sample"
     TOKENS_2_GREEDY = "tokens_2_greedy"
     TOKENS_4_GREEDY = "tokens_4_greedy"
+
+    @property
+    def samples(self) -> bool:
+        """Its rows get tokens, whichever way they are chosen."""
+        return self.greedy or self.value.endswith("_sample")
+
+    @property
+    def greedy(self) -> bool:
+        return self.value.endswith("_greedy")
 
 
 # How many tokens the programs of more than one run.
@@ -108,9 +118,20 @@ def input_layout(kind: Kind, bucket: int, spec: ProgramSpec) -> PackedLayout:
     return prompt_layout(bucket, prompt_tiles(bucket, spec))
 
 
+def output_layout(kind: Kind, bucket: int, spec: ProgramSpec) -> PackedLayout:
+    """The packed results of a program."""
+    rows = mixed_rows(spec) if kind is Kind.MIXED else bucket
+    signal = "leaves" if spec.exits.decides else "exit_probability"
+    return result_layout(
+        rows,
+        tokens=SEVERAL_TOKENS.get(kind, 1) if kind.samples else 0,
+        signal=signal if kind in _ONE_LOOP else None,
+    )
+
+
 def build(kind: Kind, bucket: int, spec: ProgramSpec) -> Program:
     """The program as a traceable function."""
-    layout = input_layout(kind, bucket, spec)
+    inputs, outputs = input_layout(kind, bucket, spec), output_layout(kind, bucket, spec)
     run = _Programs(spec, bucket)
     body = {
         Kind.SET_SLOTS: run.set_slots,
@@ -127,13 +148,14 @@ def build(kind: Kind, bucket: int, spec: ProgramSpec) -> Program:
         Kind.TOKENS_4_GREEDY: run.tokens,
     }[kind]
     options = {}
-    if kind.value.endswith(("greedy", "sample")):
-        options["greedy"] = kind.value.endswith("greedy")
+    if kind.samples:
+        options["greedy"] = kind.greedy
     if kind in SEVERAL_TOKENS:
         options["count"] = SEVERAL_TOKENS[kind]
 
     def program(state, params, packed):
-        return body(state, params, layout.unpack(packed), **options)
+        state, results = body(state, params, inputs.unpack(packed), **options)
+        return state, outputs.pack(results or {"done": packed[:1]})
 
     program.__name__ = program.__qualname__ = f"{kind.value}_{bucket}"
     return program
@@ -175,7 +197,7 @@ class _Programs:
         hidden_td, kv = self._all_loops(params, hidden_td, state.kv, batch)
         hidden_nd = self._last_hidden(hidden_td, batch)
         state = self._keep_last_hidden(state.replace(kv=kv), step, slot, hidden_nd)
-        return state, {"done": step["count"]}
+        return state, {}
 
     def prefill_shared(self, state: DeviceState, params: OuroParams, step: Results):
         """SHARED: position t goes through every loop before position t + 1 starts."""
@@ -198,7 +220,7 @@ class _Programs:
         turns = step["count"].max() if on_cpu else SHARED_PREFILL_TOKENS
         hidden_rd, kv = lax.fori_loop(0, turns, run, (start_rd, state.kv))
         state = self._keep_last_hidden(state.replace(kv=kv), step, step["slot"], hidden_rd)
-        return state, {"done": step["count"]}
+        return state, {}
 
     def _tiles(self, state: DeviceState, step: Results, slot_n, depths_n) -> TileBatch:
         return TileBatch(

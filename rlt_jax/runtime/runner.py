@@ -21,23 +21,32 @@ from rlt_jax.engine.types import (
 from rlt_jax.models.ouro import OuroParams
 from rlt_jax.runtime.compilation import Programs
 from rlt_jax.runtime.device_state import DeviceState, abstract_state, init_state
-from rlt_jax.runtime.programs import SLOT_UPDATE_ROWS, Kind, Results, input_layout, mixed_rows
+from rlt_jax.runtime.packed import PackedLayout
+from rlt_jax.runtime.programs import (
+    SLOT_UPDATE_ROWS,
+    Kind,
+    input_layout,
+    mixed_rows,
+    output_layout,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """A submitted batch: what was asked, and the device arrays that will hold the answer."""
+    """A submitted batch: what was asked, and the device array that will hold the answer."""
 
     batch: SchedulerOutput
-    results: Results
+    results: jax.Array
+    layout: PackedLayout
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A program and its packed input."""
+    """A program, its packed input, and the layout of its results."""
 
     executable: jax.stages.Compiled
     packed: np.ndarray
+    layout: PackedLayout
 
 
 class Runner:
@@ -74,16 +83,15 @@ class Runner:
         except Exception as error:
             raise BatchError(f"{batch.stage.value} batch was not dispatched: {error}") from error
         try:
-            results: Results = {}
             for call in calls:
                 results = self.dispatch(call)
-            for name in self._read_back(batch):
-                results[name].copy_to_host_async()
+            if self._read_back(batch):
+                results.copy_to_host_async()
         except Exception as error:
             raise DeviceLostError(f"{batch.stage.value} batch failed: {error}") from error
         self._decode_rows += batch.rows.num_decode
         self._decode_bucket_rows += self.padded_decode_rows(batch)
-        return Ticket(batch, results)
+        return Ticket(batch, results, calls[-1].layout)
 
     def padded_decode_rows(self, batch: SchedulerOutput) -> int:
         """What the decode rows of a batch are padded to (0: it has none)."""
@@ -94,7 +102,7 @@ class Runner:
             return mixed_rows(self._programs.spec)
         return self._programs.buckets.fit(_kind_of(batch), count)
 
-    def dispatch(self, call: Call) -> Results:
+    def dispatch(self, call: Call) -> jax.Array:
         """Runs a program on the device state; the same call may be dispatched again."""
         self._state, results = call.executable(self._state, self._params, call.packed)
         return results
@@ -115,13 +123,13 @@ class Runner:
         Batches without anything to read are waited for too: no more than the engine allows are
         ever on the device.
         """
-        batch = ticket.batch
+        batch, names = ticket.batch, self._read_back(ticket.batch)
         try:
             jax.block_until_ready(ticket.results)
-            host = jax.device_get({name: ticket.results[name] for name in self._read_back(batch)})
+            host = ticket.layout.unpack(jax.device_get(ticket.results)) if names else {}
         except Exception as error:
             raise DeviceLostError(f"{batch.stage.value} batch failed: {error}") from error
-        columns = {name: _of_rows(batch.rows, column) for name, column in host.items()}
+        columns = {name: _of_rows(batch.rows, host[name]) for name in names}
         return RunnerOutput(batch.sequence, batch.stage, RowResults(batch.rows, **columns))
 
     def reset(self) -> None:
@@ -202,7 +210,8 @@ class Runner:
             padded[name] = np.full(field_shape, filler, dtype)
             if values:
                 padded[name][: len(values[name])] = values[name]
-        return Call(self._programs.get(kind, bucket), layout.pack(padded))
+        executable, results = self._programs.get(kind, bucket), output_layout(kind, bucket, spec)
+        return Call(executable, layout.pack(padded), results)
 
     def _slot_values(self, updates: Sequence[SlotUpdate]) -> dict[str, Sequence]:
         width = self._programs.spec.shape.table_width

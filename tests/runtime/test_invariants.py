@@ -299,4 +299,30 @@ def test_every_batch_has_a_result_that_shows_it_is_done(shape):
     engine.runner.submit = watched
     drive(engine, random_work(numbers=8, count=10))
     assert {ticket.batch.stage for ticket in tickets} >= {Stage.PREFILL, Stage.RECURRENT}
-    assert all(ticket.results for ticket in tickets)
+    assert all(ticket.results.size for ticket in tickets)
+
+
+@pytest.mark.parametrize("decision", ["host", "device"])
+def test_a_batch_copies_one_array_to_the_host_and_none_when_nothing_is_asked(decision, monkeypatch):
+    copied, wanted = [], []
+    array = type(jnp.zeros(1))
+    real = array.copy_to_host_async
+
+    def counted(self):
+        copied.append(self)
+        return real(self)
+
+    monkeypatch.setattr(array, "copy_to_host_async", counted)
+    engine = build_engine("roomy", exit_decision=decision)
+    submit = engine.runner.submit
+
+    def watched(batch):
+        before = len(copied)
+        ticket = submit(batch)
+        wanted.append((batch.reads_gate, batch.has_coda))
+        assert copied[before:] == [ticket.results] * (batch.reads_gate or batch.has_coda)
+        return ticket
+
+    engine.runner.submit = watched
+    drive(engine, random_work(numbers=8, count=10))
+    assert set(wanted) == {(False, False), (False, True), (True, False), (True, True)}

@@ -1,7 +1,8 @@
-"""Step inputs: the fields of a program's input packed in one int32 array.
+"""What goes into a program and what comes out for the host, each packed in one int32 array.
 
-One NumPy array straight into the program is the cheapest way to the device. A fresh array is
-made for every step and never written again: the device may still be reading it.
+One NumPy array straight into the program is the cheapest way to the device, and one array to copy
+the cheapest way back. A fresh input is made for every step and never written again: the device may
+still be reading it.
 """
 
 import dataclasses
@@ -9,13 +10,15 @@ import math
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
-    """Named fields (name, shape, dtype of 4 bytes) one after the other in an int32 array."""
+    """Named fields (name, shape, dtype) one after the other in an int32 array. dtype: one of 4
+    bytes, whose bits are kept, or bool, which takes as much."""
 
     fields: tuple[tuple[str, tuple[int, ...], type], ...]
 
@@ -23,29 +26,37 @@ class PackedLayout:
     def size(self) -> int:
         return sum(math.prod(shape) for _, shape, _ in self.fields)
 
-    def pack(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """One fresh int32 array; raises ValueError when a field is missing or misshapen."""
-        packed = np.empty(self.size, np.int32)
-        start = 0
+    def pack(self, values: Mapping[str, np.ndarray | jax.Array]) -> np.ndarray | jax.Array:
+        """One int32 array: a fresh NumPy array, or inside a program, of traced values, a traced
+        one. Raises ValueError when a field is missing or misshapen."""
+        traced = any(isinstance(value, jax.Array) for value in values.values())
+        xp, words = (jnp, []) if traced else (np, [])
         for name, shape, dtype in self.fields:
             if name not in values:
                 raise ValueError(f"{name} is missing")
-            value = np.asarray(values[name], dtype)
+            value = xp.asarray(values[name], dtype)
             if value.shape != shape:
                 raise ValueError(f"{name} has shape {value.shape}: must be {shape}")
-            packed[start : start + value.size] = value.ravel().view(np.int32)
-            start += value.size
-        return packed
+            value = value.ravel()
+            words.append(value.astype(np.int32) if dtype is np.bool_ else _bits(value, np.int32))
+        return xp.concatenate(words)
 
-    def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
-        """The fields, by static slices; called inside a program."""
+    def unpack(self, packed: np.ndarray | jax.Array) -> dict[str, np.ndarray | jax.Array]:
+        """The fields: views of a NumPy array (but of bool fields), static slices in a program."""
         values, start = {}, 0
         for name, shape, dtype in self.fields:
             size = math.prod(shape)
             field = packed[start : start + size].reshape(shape)
-            values[name] = lax.bitcast_convert_type(field, dtype)
+            values[name] = field != 0 if dtype is np.bool_ else _bits(field, dtype)
             start += size
         return values
+
+
+def _bits(array: np.ndarray | jax.Array, dtype: type) -> np.ndarray | jax.Array:
+    """The same bits as another dtype of 4 bytes."""
+    if isinstance(array, np.ndarray):
+        return array.view(dtype)
+    return lax.bitcast_convert_type(array, dtype)
 
 
 def _int32_fields(names: str, count: int):
@@ -93,3 +104,14 @@ def slot_layout(rows: int, table_width: int) -> PackedLayout:
             ("exit_threshold", (rows,), np.float32),
         )
     )
+
+
+def result_layout(rows: int, tokens: int = 0, signal: str | None = None) -> PackedLayout:
+    """What a program gives the host: with tokens, token and logprob of so many per row; the signal,
+    "exit_probability" or "leaves". Without any of them: a word that shows that it is done."""
+    fields = ()
+    if tokens:
+        fields += (("token", (rows, tokens), np.int32), ("logprob", (rows, tokens), np.float32))
+    if signal:
+        fields += ((signal, (rows,), np.bool_ if signal == "leaves" else np.float32),)
+    return PackedLayout(fields or (("done", (1,), np.int32),))
