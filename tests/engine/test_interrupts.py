@@ -10,6 +10,7 @@ from rlt_jax.engine.batching import Batcher
 from rlt_jax.engine.core import EngineCore
 from rlt_jax.engine.kv_accounting import KVAccounting
 from rlt_jax.engine.prefix_cache import PrefixCache
+from rlt_jax.engine.progress import Progress
 from rlt_jax.engine.scheduler import Scheduler
 from rlt_jax.engine.slots import Slots
 from rlt_jax.engine.staging import Staging
@@ -27,18 +28,19 @@ STEP_FUNCTIONS = [
     Scheduler._reusable,
     Scheduler._shared_positions,
     Scheduler._extend_tables,
-    Scheduler._progress,
-    Scheduler._progress_prompts,
-    Scheduler._route,
     Scheduler._slot_update,
     Scheduler.update,
     Scheduler._complete_prompts,
     Scheduler._emit,
-    Scheduler._apply_signals,
     Scheduler._land,
     Scheduler._finish,
     Scheduler._release,
     WaitingRequests.admissible,
+    Progress.schedule,
+    Progress._prompts,
+    Progress._decode_rows,
+    Progress._route,
+    Progress.hear,
     Batcher.choose,
     Batcher._at,
     Batcher._choose_refill,
@@ -84,7 +86,7 @@ STEP_FUNCTIONS = [
     PrefixCache.evict,
 ]
 STEP_CODE = {function.__code__ for function in STEP_FUNCTIONS}
-CHOICES = (Scheduler, WaitingRequests, Batcher, Staging)
+CHOICES = (Scheduler, WaitingRequests, Progress, Batcher, Staging)
 CLEAN_UP = {"abort", "fail", "fail_running", "discard", "_start_empty", "drop_finished"}
 QUESTIONS = {"__init__", "kv", "has_unfinished_requests", "block_tables", "stats", "totals"}
 QUESTIONS |= {"add", "find", "stage_of", "__len__", "__iter__", "remove", "_order"}

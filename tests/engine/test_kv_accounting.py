@@ -1,5 +1,8 @@
 """Who holds which KV pages."""
 
+import dataclasses
+import itertools
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,6 +15,8 @@ from hypothesis.stateful import (
 )
 
 from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
+
+HASHES = [bytes([i]) for i in range(8)]  # of the pages of a prefix
 
 
 @pytest.mark.parametrize(
@@ -88,50 +93,300 @@ def test_the_watermark_stays_free_beside_others_only():
     assert kv.room() == 40
 
 
+# -- prefixes --------------------------------------------------------------------------------------
+
+
+def accounting(num_pages: int = 10, **options) -> KVAccounting:
+    """Pages of 4 tokens in 4 planes."""
+    return KVAccounting(KVGeometry(num_pages, planes=4, block_size=4), **options)
+
+
+def test_owners_share_the_pages_of_a_prefix_once_it_is_published():
+    kv = accounting()
+    first = kv.allocate(1, 12)
+    assert kv.find_prefix(HASHES) == ()
+    kv.publish(1, HASHES[:2], first=0)
+    assert kv.find_prefix(HASHES) == first[:2]
+    second = kv.allocate(2, 16, prefix=first[:2])
+    assert second[:2] == first[:2] and not set(second[2:]) & set(first)
+    assert kv.free_blocks == 4 * (10 - 3 - 2)
+    kv.release(1)
+    assert kv.table(2) == second
+    assert (kv.free_blocks, kv.cached_blocks) == (4 * 6, 0)  # the two are held by the other
+    kv.release(2)
+    assert (kv.free_blocks, kv.cached_blocks) == (4 * 8, 4 * 2)
+
+
+def test_pages_are_published_behind_those_published_before():
+    kv = accounting()
+    table = kv.allocate(1, 12)
+    kv.publish(1, HASHES[:1], first=0)
+    kv.publish(1, HASHES[1:3], first=1)
+    assert kv.find_prefix(HASHES) == table
+
+
+def test_of_the_same_prefix_in_two_tables_one_copy_is_known_and_the_other_becomes_free():
+    kv = accounting()
+    first, second = kv.allocate(1, 8), kv.allocate(2, 8)
+    kv.publish(2, HASHES[:2], first=0)
+    kv.publish(1, HASHES[:2], first=0)
+    assert kv.find_prefix(HASHES) == second
+    assert not set(first) & set(second)
+    kv.release(1)
+    assert kv.cached_blocks == 0
+    kv.release(2)
+    assert (kv.free_blocks, kv.cached_blocks) == (4 * 8, 4 * 2)
+
+
+def test_pages_are_given_up_when_no_free_one_is_left_the_leaf_of_a_prefix_first():
+    kv = accounting(num_pages=4)
+    first = kv.allocate(1, 12)
+    kv.publish(1, HASHES[:3], first=0)
+    kv.release(1)
+    assert kv.available_blocks == kv.total_blocks
+    assert not set(kv.allocate(2, 4)) & set(first)  # a free one is there
+    for pages in (2, 1, 0):
+        kv.allocate(10 + pages, 4)
+        assert kv.find_prefix(HASHES) == first[:pages]
+    assert (kv.free_blocks, kv.cached_blocks) == (0, 0)
+
+
+def test_the_prefix_used_longest_ago_is_given_up_first():
+    kv = accounting(num_pages=4)
+    others = [b"x", b"y"]
+    for owner, hashes in ((1, HASHES[:2]), (2, others)):
+        kv.allocate(owner, 8)
+        kv.publish(owner, hashes, first=0)
+        kv.release(owner)
+    kv.allocate(3, 8, prefix=kv.find_prefix(HASHES))
+    kv.release(3)
+    kv.allocate(4, 8)
+    assert len(kv.find_prefix(HASHES)) == 2 and kv.find_prefix(others) == ()
+
+
+def test_a_prefix_that_others_hold_needs_no_room_and_an_idle_one_does():
+    """The numbers of docs/scheduler.md."""
+    kv = accounting()
+    prefix = kv.allocate(1, 24)[:5]
+    kv.publish(1, HASHES[:5], first=0)
+    assert kv.shared_positions(HASHES[:5]) == 20
+    assert kv.available_blocks == 16
+    assert kv.cost(36) - 20 == 16  # as much as there is
+    kv.allocate(2, 36, prefix=prefix)
+    kv.release(2)
+    kv.release(1)
+    assert (kv.free_blocks, kv.cached_blocks, kv.available_blocks) == (20, 20, 40)
+    assert kv.shared_positions(HASHES[:5]) == 0
+    kv.allocate(3, 4)
+    with pytest.raises(ValueError, match="positions = 40: needs 40 blocks, 36 are available"):
+        kv.allocate(2, 40, prefix=prefix)
+    assert kv.cached_blocks == 20
+    kv.allocate(2, 36, prefix=prefix)
+    assert (kv.free_blocks, kv.cached_blocks, kv.available_blocks) == (0, 0, 0)
+
+
+def test_what_is_reserved_for_an_owner_may_lie_in_the_cache():
+    kv = accounting(num_pages=4, incremental=True)
+    kv.allocate(1, 8)
+    kv.publish(1, HASHES[:2], first=0)
+    kv.release(1)
+    kv.allocate(2, 4, max_positions=16)
+    assert (kv.free_blocks, kv.cached_blocks, kv.reserved_blocks) == (4, 8, 12)
+    with pytest.raises(ValueError, match="needs 8 blocks, 0 are available"):
+        kv.allocate(3, 8, prefix=kv.find_prefix(HASHES))
+    assert len(kv.extend(2, 16)) == 4
+    assert kv.find_prefix(HASHES) == ()
+
+
+def test_release_all_forgets_every_prefix():
+    kv = accounting()
+    kv.allocate(1, 8)
+    kv.publish(1, HASHES[:2], first=0)
+    kv.release(1)
+    kv.allocate(2, 8, prefix=kv.find_prefix(HASHES))
+    kv.release_all()
+    assert kv.find_prefix(HASHES) == ()
+    assert (kv.free_blocks, kv.cached_blocks) == (kv.total_blocks, 0)
+
+
+def test_changes_counts_whatever_changes_what_is_shared():
+    """shared_positions() may be kept as long as `changes` is the same."""
+    kv = accounting(num_pages=3)
+    seen = [kv.changes]
+
+    def has_changed() -> bool:
+        seen.append(kv.changes)
+        return seen[-1] != seen[-2]
+
+    kv.allocate(1, 8)
+    assert has_changed()
+    kv.publish(1, HASHES[:2], first=0)
+    assert has_changed() and kv.shared_positions(HASHES) == 8
+    kv.release(1)
+    assert has_changed() and kv.shared_positions(HASHES) == 0
+    kv.allocate(2, 12, prefix=kv.find_prefix(HASHES))
+    assert has_changed() and kv.shared_positions(HASHES) == 8
+    kv.release_all()
+    assert has_changed() and kv.shared_positions(HASHES) == 0
+
+
+# -- any order of calls ----------------------------------------------------------------------------
+
+Content = tuple[int, ...]  # of a page: which prompt pages come before it, and its own
+
+
+@dataclasses.dataclass
+class Owner:
+    """contents: of the full pages of its prompt, `complete` of them known to be complete.
+    promised: positions in the end."""
+
+    table: tuple[int, ...]
+    contents: list[Content]
+    complete: int
+    promised: int
+
+
 class Accounting(RuleBasedStateMachine):
-    """No page has two owners; none is lost; what was promised is there."""
+    """Every page is in one place: free, idle in the cache, or held, by as many as share it. It
+    holds what it is known for, and what was promised is there."""
 
     @initialize(incremental=st.booleans(), watermark=st.sampled_from([0.0, 0.3]))
     def start(self, incremental, watermark):
         self.kv = KVAccounting(KVGeometry(12, planes=3, block_size=4), incremental, watermark)
-        self.tables, self.promised = {}, {}
-        self.owners = 0
+        self.incremental = incremental
+        self.watermark = int(watermark * 36) * incremental
+        self.owners_so_far = 0
+        self.device_loss()
 
-    @rule(positions=st.integers(1, 60), more=st.integers(0, 30))
-    def allocate(self, positions, more):
-        fits = self.kv.cost(positions + more) <= self.kv.available_blocks
-        assert fits == (positions + more <= self.kv.room())
-        if fits:
-            self.owners += 1
-            self.tables[self.owners] = self.kv.allocate(self.owners, positions, positions + more)
-            self.promised[self.owners] = positions + more
+    @rule()
+    @precondition(lambda self: self.owners)
+    def device_loss(self):
+        self.kv.release_all()
+        self.owners: dict[int, Owner] = {}
+        self.holds: dict[int, Content] = {}  # of pages, what they are known to hold
+        self.known: dict[Content, int] = {}
+        self.free = set(range(12))
+        self.idle: list[int] = []  # used longest ago first
 
-    @precondition(lambda self: self.tables)
+    @rule(
+        pages=st.lists(st.integers(0, 1), max_size=4),
+        last=st.integers(1, 4),
+        more=st.integers(0, 20),
+    )
+    def allocate(self, pages, last, more):
+        """A prompt of full pages, each of one of two contents, and up to one more."""
+        contents = [tuple(pages[: i + 1]) for i in range(len(pages))]
+        hashes = [hash_of(content) for content in contents]
+        prefix = self.find(contents)
+        assert self.kv.find_prefix(hashes) == prefix
+        idle = sum(page in self.idle for page in prefix)
+        shared = self.kv.shared_positions(hashes)
+        assert shared == 4 * (len(prefix) - idle)
+        positions = 4 * len(pages) + last
+        needed = self.kv.cost(positions + more) - 3 * len(prefix)
+        watermark = self.watermark if self.owners else 0
+        usable = self.kv.free_blocks + self.kv.cached_blocks
+        fits = needed + self.kv.reserved_blocks + watermark + 3 * idle <= usable
+        assert fits == (positions + more - shared <= self.kv.room())
+        self.owners_so_far += 1
+        if not fits:
+            with pytest.raises(ValueError, match="are available"):
+                self.kv.allocate(self.owners_so_far, positions, positions + more, prefix)
+            return
+        table = self.kv.allocate(self.owners_so_far, positions, positions + more, prefix)
+        assert table[: len(prefix)] == prefix
+        self.idle = [page for page in self.idle if page not in prefix]
+        self.take(table[len(prefix) :])
+        assert len(table) == -(-(positions + more * (not self.incremental)) // 4)
+        if last == 4:
+            contents.append((*pages, 2))
+        self.owners[self.owners_so_far] = Owner(table, contents, len(prefix), positions + more)
+
+    @precondition(lambda self: self.owners)
     @rule(data=st.data())
     def extend(self, data):
-        owner = data.draw(st.sampled_from(sorted(self.tables)))
-        positions = data.draw(st.integers(1, self.promised[owner]))
-        before, self.tables[owner] = self.tables[owner], self.kv.extend(owner, positions)
-        assert self.tables[owner][: len(before)] == before
-        assert self.kv.capacity(owner) == 4 * len(self.tables[owner]) >= positions
+        owner, one = self.draw_owner(data)
+        positions = data.draw(st.integers(1, one.promised))
+        before, one.table = one.table, self.kv.extend(owner, positions)
+        assert one.table[: len(before)] == before
+        assert self.kv.capacity(owner) == 4 * len(one.table) >= positions
+        assert len(one.table) == max(len(before), -(-positions // 4))
+        self.take(one.table[len(before) :])
 
-    @precondition(lambda self: self.tables)
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def publish(self, data):
+        owner, one = self.draw_owner(data)
+        first = one.complete
+        one.complete = data.draw(st.integers(first, len(one.contents)))
+        contents = one.contents[first : one.complete]
+        for page, content in zip(one.table[first:], contents):
+            assert self.holders(page) == 1  # it was written by this owner
+            self.holds[page] = content
+            self.known.setdefault(content, page)
+        self.kv.publish(owner, [hash_of(content) for content in contents], first)
+
+    @precondition(lambda self: self.owners)
     @rule(data=st.data())
     def release(self, data):
-        owner = data.draw(st.sampled_from(sorted(self.tables)))
+        owner, one = self.draw_owner(data)
         self.kv.release(owner)
-        del self.tables[owner], self.promised[owner]
+        del self.owners[owner]
+        for page in reversed(one.table):
+            if not self.holders(page):
+                is_known = self.known.get(self.holds.get(page)) == page
+                self.idle.append(page) if is_known else self.free.add(page)
+
+    def draw_owner(self, data) -> tuple[int, Owner]:
+        owner = data.draw(st.sampled_from(sorted(self.owners)))
+        return owner, self.owners[owner]
+
+    def find(self, contents: list[Content]) -> tuple[int, ...]:
+        known = itertools.takewhile(lambda content: content in self.known, contents)
+        return tuple(self.known[content] for content in known)
+
+    def holders(self, page: int) -> int:
+        return sum(page in one.table for one in self.owners.values())
+
+    def take(self, new: tuple[int, ...]) -> None:
+        """These were given out: free ones while there are any, then the one used longest ago."""
+        for page in new:
+            if self.free:
+                self.free.remove(page)
+            else:
+                assert page == self.idle.pop(0)
+                del self.known[self.holds[page]]
+            self.holds.pop(page, None)
 
     @invariant()
     def every_page_has_one_place(self):
-        held = [page for table in self.tables.values() for page in table]
-        assert len(set(held)) == len(held)
-        assert set(held) <= set(range(12))
-        assert self.kv.free_blocks == 3 * (12 - len(held))
-        promised = sum(-(-positions // 4) for positions in self.promised.values())
-        assert self.kv.reserved_blocks == 3 * (promised - len(held))
-        assert 0 <= self.kv.reserved_blocks <= self.kv.free_blocks
+        held = {page for one in self.owners.values() for page in one.table}
+        assert len(held) + len(self.idle) + len(self.free) == 12
+        assert held | set(self.idle) | self.free == set(range(12))
+        assert self.kv.free_blocks == 3 * len(self.free)
+        assert self.kv.cached_blocks == 3 * len(self.idle)
+        assert all(self.kv.table(owner) == one.table for owner, one in self.owners.items())
+
+    @invariant()
+    def every_page_holds_what_it_is_known_for(self):
+        for one in self.owners.values():
+            assert len(set(one.table)) == len(one.table)
+            complete = list(zip(one.table, one.contents))[: one.complete]
+            assert all(self.holds[page] == content for page, content in complete)
+        assert all(self.holds[page] == content for content, page in self.known.items())
+
+    @invariant()
+    def what_was_promised_is_there(self):
+        lacking = sum(-(-o.promised // 4) - len(o.table) for o in self.owners.values())
+        assert self.kv.reserved_blocks == 3 * lacking
+        assert self.kv.reserved_blocks <= self.kv.free_blocks + self.kv.cached_blocks
+
+
+def hash_of(content: Content) -> bytes:
+    return repr(content).encode()
 
 
 TestAccounting = Accounting.TestCase
-TestAccounting.settings = settings(max_examples=30, deadline=None, derandomize=True)
+TestAccounting.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+)
