@@ -7,7 +7,7 @@ from rlt_jax.sampling_params import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class RequestMetrics:
-    """Times in seconds; None until they are known.
+    """Times in seconds, None until they are known; how often the request was preempted.
 
     queue_time: from arrival to admission. time_to_first_token: from arrival.
     time_per_output_token: mean over the tokens after the first.
@@ -16,6 +16,7 @@ class RequestMetrics:
     queue_time: float | None = None
     time_to_first_token: float | None = None
     time_per_output_token: float | None = None
+    preemptions: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

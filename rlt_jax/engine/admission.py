@@ -44,8 +44,15 @@ class WaitingRequests:
         """In the order of the policy."""
         return (one.request for one in self._queue)
 
-    def add(self, request: Request) -> None:
-        one = _Waiting(self._order(request), request, request.max_positions, self._max_bypasses)
+    @property
+    def first(self) -> Request | None:
+        """Whose turn it is."""
+        return self._queue[0].request if self._queue else None
+
+    def add(self, request: Request, positions: int | None = None) -> None:
+        """positions: those that it must have room for to be admitted (None: all it may need)."""
+        positions = positions or request.max_positions
+        one = _Waiting(self._order(request), request, positions, self._max_bypasses)
         bisect.insort(self._queue, one, key=_ORDER)
 
     def remove(self, request: Request) -> None:
@@ -57,15 +64,18 @@ class WaitingRequests:
         self._queue = [one for one in self._queue if not one.request.finished]
 
     def admissible(
-        self, room: Callable[[], int], shared: Callable[[Request], int] = lambda _: 0
+        self,
+        room: Callable[[], int],
+        shared: Callable[[Request], int] = lambda _: 0,
+        only_first: bool = False,
     ) -> Iterator[Request]:
         """Takes out those whose turn it is, one by one; each must have its blocks before the next
         is asked for. room: positions that one request can have now. shared: those that it would
-        have in common with others, and need no room."""
+        have in common with others, and need no room. only_first: nobody overtakes."""
         passed = 0  # those at the head of the queue that do not fit
         bypasses_left = math.inf  # of the one among them with the fewest
         most = room()
-        for _ in range(self._scan_limit):
+        for _ in range(1 if only_first else self._scan_limit):
             if passed == len(self._queue) or not bypasses_left:
                 return
             one = self._queue[passed]

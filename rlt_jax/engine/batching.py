@@ -24,6 +24,11 @@ class Choice(NamedTuple):
     num_tokens: int = 1
     num_loops: int = 1
 
+    def without(self, slot_n: np.ndarray) -> "Choice":
+        """Less the decode rows of these slots."""
+        kept = ~np.isin(self.rows.slot, slot_n) | (self.rows.size > 0)
+        return self._replace(rows=self.rows.where(kept))
+
     @property
     def has_decode_loops(self) -> bool:
         """Decode rows come first, so the first row tells."""
@@ -89,11 +94,12 @@ class Batcher:
         return choice
 
     def _at(self, stage: int) -> np.ndarray:
-        return self._slots.stage == stage
+        return (self._slots.stage == stage) & ~self._slots.paused
 
     def _count_decoding(self) -> int:
         stage = self._slots.stage
-        return int(np.count_nonzero((stage >= RECURRENT) & (stage <= HELD)))
+        decoding = (stage >= RECURRENT) & (stage <= HELD) & ~self._slots.paused
+        return int(np.count_nonzero(decoding))
 
     # -- the modes -------------------------------------------------------------------------------
 

@@ -128,7 +128,10 @@ class EngineCore:
             if self._in_flight:
                 self._collect_oldest()
             elif not self._untold and self.scheduler.has_unfinished_requests():
-                raise RuntimeError(f"no request can run: {self.scheduler.stats()}")
+                failed = self.scheduler.fail_for_memory()
+                if not failed:
+                    raise RuntimeError(f"no request can run: {self.scheduler.stats()}")
+                self._tell(failed)
         except BaseException as error:
             self._lost = self._lost or f"interrupted: {type(error).__name__}: {error}"
             self._recover()

@@ -58,12 +58,20 @@ class KVAccounting:
     def available_blocks(self) -> int:
         """Those that one more owner can have."""
         watermark = self._watermark if self._tables else 0
-        usable = self.free_blocks + self.cached_blocks
-        return max(usable - self.reserved_blocks - watermark, 0)
+        return max(self._spare_pages * self.geometry.planes - watermark, 0)
+
+    @property
+    def _spare_pages(self) -> int:
+        """Promised to nobody."""
+        return len(self._free) + self._cache.num_idle - self._num_reserved
+
+    def pages(self, positions: int) -> int:
+        """Logical pages that `positions` tokens take."""
+        return -(-positions // self.geometry.block_size)
 
     def cost(self, positions: int) -> int:
         """Blocks that `positions` tokens take: planes * ceil(positions / block_size)."""
-        return self._pages(positions) * self.geometry.planes
+        return self.pages(positions) * self.geometry.planes
 
     def room(self) -> int:
         """Positions that the available blocks hold: cost(room()) <= available_blocks."""
@@ -95,7 +103,7 @@ class KVAccounting:
             self._cache.take(page)
         self.changes += 1
         self._tables[owner] = tuple(prefix)
-        self._reserved[owner] = self._pages(max_positions) - len(prefix)
+        self._reserved[owner] = self.pages(max_positions) - len(prefix)
         self._num_reserved += self._reserved[owner]
         return self.extend(owner, positions if self.incremental else max_positions)
 
@@ -104,17 +112,30 @@ class KVAccounting:
         return len(self._tables[owner]) * self.geometry.block_size
 
     def extend(self, owner: int, positions: int) -> tuple[int, ...]:
-        """Gives the owner what its first `positions` tokens lack, out of what is reserved for it.
-        Returns its table."""
-        table = self._tables[owner]
-        pages = max(self._pages(positions) - len(table), 0)
-        if pages > self._reserved[owner]:
+        """Gives the owner what its first `positions` tokens lack, out of what is reserved for it
+        and then of what is to spare. Returns its table."""
+        if not self.can_extend(owner, positions):
             most = self.capacity(owner) + self._reserved[owner] * self.geometry.block_size
-            raise ValueError(f"positions = {positions}: owner {owner} was given {most} at most")
-        self._reserved[owner] -= pages
-        self._num_reserved -= pages
+            raise ValueError(
+                f"positions = {positions}: owner {owner} was given {most} at most, and there are"
+                f" {self._spare_pages} pages to spare"
+            )
+        table = self._tables[owner]
+        pages = max(self.pages(positions) - len(table), 0)
+        promised = min(pages, self._reserved[owner])
+        self._reserved[owner] -= promised
+        self._num_reserved -= promised
         self._tables[owner] = table + tuple(self._take_page() for _ in range(pages))
         return self._tables[owner]
+
+    def can_extend(self, owner: int, positions: int) -> bool:
+        """Whether extend() would do, by what is reserved for the owner and what is to spare."""
+        lacking = self.pages(positions) - len(self._tables[owner])
+        return lacking <= self._reserved[owner] + self._spare_pages
+
+    def pages_alone(self, owner: int) -> int:
+        """Pages that no other owner holds: what others could have if it left."""
+        return sum(self._holders[page] == 1 for page in self._tables[owner])
 
     def table(self, owner: int) -> tuple[int, ...]:
         return self._tables[owner]
@@ -170,6 +191,3 @@ class KVAccounting:
             self.changes += 1
         self._holders[page] = 1
         return page
-
-    def _pages(self, positions: int) -> int:
-        return -(-positions // self.geometry.block_size)

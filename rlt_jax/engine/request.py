@@ -16,9 +16,10 @@ class Request:
     """Mutable; owned by the scheduler alone.
 
     generation: unique in the engine, never reused. slot: its place among those admitted, where its
-    progress is kept (see slots.py); None before and after. stop_ids: tokens that end it.
+    progress is kept (see slots.py); None before, between and after. stop_ids: tokens that end it.
     page_hashes: of the full pages of its prompt, where prefixes are cached. cached_tokens: of the
-    prompt, those that were not computed. Times: seconds. Results: tokens, depths, logprobs.
+    prompt, those that were not computed. preemptions: times that it had to leave its slot. Times:
+    seconds. Results: tokens, depths, logprobs.
     """
 
     id: str
@@ -31,6 +32,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     page_hashes: tuple[bytes, ...] = ()
     cached_tokens: int = 0
+    preemptions: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     depths: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -72,6 +74,7 @@ class Request:
                     None if self.first_token is None else self.first_token - self.arrived
                 ),
                 time_per_output_token=per_token,
+                preemptions=self.preemptions,
             ),
             error=self.error,
         )

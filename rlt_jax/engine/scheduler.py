@@ -17,16 +17,24 @@ import numpy as np
 
 from rlt_jax.config import SchedulerConfig
 from rlt_jax.engine.admission import WaitingRequests
-from rlt_jax.engine.batching import Batcher
+from rlt_jax.engine.batching import Batcher, Choice
 from rlt_jax.engine.exit_policy import ExitPolicy
 from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting
+from rlt_jax.engine.preemption import HostMemory, Preemption
 from rlt_jax.engine.prefix_cache import page_hashes
 from rlt_jax.engine.progress import Progress
 from rlt_jax.engine.request import Request
 from rlt_jax.engine.slots import ENDED, RequestStage, Slots
 from rlt_jax.engine.staging import Staging
-from rlt_jax.engine.types import Rows, RunnerOutput, SchedulerOutput, SlotUpdate, Stage
+from rlt_jax.engine.types import (
+    Row,
+    Rows,
+    RunnerOutput,
+    SchedulerOutput,
+    SlotUpdate,
+    Stage,
+)
 from rlt_jax.validation import fail
 
 _HOTTEST = 1e30  # already uniform, and still a float32
@@ -44,11 +52,14 @@ class Scheduler:
         tokens_per_dispatch: int = 1,
         run_ahead: bool = False,
         caches_prefixes: bool = False,
+        host_pages: int = 0,
+        pages_per_transfer: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ):
         """config: resolved, no None left. run_ahead: submit a request's next loop before the
         signal of the last one is read, which the policy's lag or a device that decides by itself
-        must allow."""
+        must allow. host_pages: logical pages that may be saved of preempted requests.
+        pages_per_transfer: those of a SAVE batch at most."""
         self._config = config
         self._limits = limits
         self._policy = policy
@@ -56,6 +67,11 @@ class Scheduler:
         self._tokens_per_dispatch = tokens_per_dispatch
         self._run_ahead = run_ahead
         self._caches_prefixes = caches_prefixes
+        self._host = HostMemory(host_pages)
+        self._pages_per_transfer = pages_per_transfer
+        # Pages that running requests may still need are reserved, unless they can be had by
+        # preemption.
+        self._overcommits = config.enable_preemption and kv.incremental
         self._clock = clock
         self._waiting = WaitingRequests(config)
         self._by_id: dict[str, Request] = {}
@@ -67,6 +83,7 @@ class Scheduler:
             "idle_row_loops": 0,
             "prompt_tokens": 0,
             "cached_prompt_tokens": 0,
+            "preemptions": 0,
         }
         self._shared: tuple[int, dict[int, int]] = (-1, {})
         self._start_empty()
@@ -97,9 +114,11 @@ class Scheduler:
 
     def stats(self) -> dict[str, int]:
         """What is there now: all zero but the blocks when nothing runs. staged: prompts with chunks
-        between their loops. cached_blocks: those that only the prefix cache holds."""
+        between their loops. cached_blocks: those that only the prefix cache holds. preempted: of
+        the waiting requests those saved on the host, where they take host_blocks with those on
+        their way."""
         by_stage = np.bincount(self._slots.stage, minlength=len(RequestStage))
-        named = ("PREFILL", "RECURRENT", "CODA", "HELD")
+        named = ("PREFILL", "RECURRENT", "CODA", "HELD", "SAVING", "RESTORING")
         return {
             "running": len(self._by_generation) - len(self._waiting),
             "waiting": len(self._waiting),
@@ -108,20 +127,23 @@ class Scheduler:
             "free_blocks": self._kv.free_blocks,
             "cached_blocks": self._kv.cached_blocks,
             "reserved_blocks": self._kv.reserved_blocks,
+            "preempted": len(self._host),
+            "host_blocks": self._host.used_pages * self._kv.geometry.planes,
             "total_blocks": self._kv.total_blocks,
         }
 
     def totals(self) -> dict[str, float]:
         """Since the engine was built. mean_depth: loops per output token (None: no token yet).
         idle_row_loops: loops run in vain by rows that had already left. prompt_tokens: of all
-        requests admitted, cached_prompt_tokens: those of them that were not computed."""
+        requests admitted, cached_prompt_tokens: those of them that were not computed. preemptions:
+        times that a request had to leave its slot."""
         tokens = self._counts["tokens"]
+        counted = ("idle_row_loops", "prompt_tokens", "cached_prompt_tokens", "preemptions")
         return {
             "output_tokens": tokens,
             "mean_depth": self._counts["loops"] / tokens if tokens else None,
             **{
-                name: self._counts[name]
-                for name in ("idle_row_loops", "prompt_tokens", "cached_prompt_tokens")
+                name: self._counts[name] for name in self._counts if name not in ("tokens", "loops")
             },
         }
 
@@ -136,7 +158,7 @@ class Scheduler:
             request.page_hashes = page_hashes(request.prompt, size, salt)
         self._by_id[request.id] = request
         self._by_generation[request.generation] = request
-        self._waiting.add(request)
+        self._waiting.add(request, self._promise(request))
 
     def find(self, request_id: str) -> Request | None:
         """The unfinished request of this id, to look at."""
@@ -159,6 +181,18 @@ class Scheduler:
             self._finish(request, "error")
         return failed
 
+    def fail_for_memory(self) -> list[Request]:
+        """Where nobody can go on for want of pages, and nobody can be saved: ends the least urgent
+        of them with an error, so that the others can."""
+        request = self._preemption.least_urgent_starved()
+        if request is None:
+            return []
+        error = (
+            "preempted, but there is no host memory left to save it in: a larger"
+            " CacheConfig.host_memory_bytes or KV pool is needed"
+        )
+        return self.fail([request.generation], error)
+
     def fail_running(self, error: str) -> list[Request]:
         """After the device state was lost: every admitted request ends with an error, waiting
         ones stay queued.
@@ -168,6 +202,7 @@ class Scheduler:
         """
         self._waiting.drop_finished()
         waiting = list(self._waiting)
+        self._host.keep_only(request.generation for request in waiting)
         known = {*self._by_generation.values(), *self._by_id.values()} - set(waiting)
         failed = sorted((r for r in known if not r.finished), key=lambda r: r.generation)
         for request in failed:
@@ -197,6 +232,15 @@ class Scheduler:
         self._progress = Progress(
             self._slots, self._staging, self._policy, full_depth, self._run_ahead
         )
+        self._preemption = Preemption(
+            self._slots,
+            self._kv,
+            self._staging,
+            self._host,
+            self._pages_per_transfer,
+            self._wait_again,
+        )
+        self._transferred = False
 
     def discard(self, batch: SchedulerOutput) -> None:
         """Forgets a batch that never reached the device."""
@@ -206,42 +250,116 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """The next batch, or None when nothing can run now."""
+        self._preemption.begin_saving()
+        self._preemption.feed()
         self._admit()
+        # Pages go to the host and back while the device works on other batches in between.
+        batch = None if self._transferred else self._schedule_transfer()
+        self._transferred = batch is not None
+        return batch or self._schedule_rows() or self._schedule_transfer()
+
+    def _schedule_rows(self) -> SchedulerOutput | None:
         choice = self._batcher.choose()
+        while choice is not None and self._kv.incremental:
+            starved = self._extend_tables(choice)
+            if not starved:
+                break
+            choice = choice.without(starved)
+            if len(choice.rows):
+                break
+            choice = self._batcher.choose()
         if choice is None:
             return None
-        slots, stage, rows = self._slots, choice.stage, choice.rows
-        slot_n = rows.slot
-        if self._kv.incremental:
-            self._extend_tables(slot_n, choice.last_position)
-        samples = bool((slots.draws[slot_n] & (rows.exit_depth > 0)).any())
+        rows = choice.rows
+        samples = bool((self._slots.draws[rows.slot] & (rows.exit_depth > 0)).any())
+        updates = self._send(rows)
+        self._progress.schedule(choice)
+        return SchedulerOutput(
+            self._sequence,
+            choice.stage,
+            rows,
+            updates,
+            samples,
+            choice.num_tokens,
+            choice.num_loops,
+        )
+
+    def _schedule_transfer(self) -> SchedulerOutput | None:
+        """Pages of a request that leaves or comes back."""
+        transfer = self._preemption.next_transfer()
+        if transfer is None:
+            return None
+        stage, slot, pages = transfer
+        generation, position = self._slots.generation[slot], self._slots.position[slot]
+        rows = Rows.of([Row(int(generation), slot, int(position))])
+        return SchedulerOutput(self._sequence + 1, stage, rows, self._send(rows), transfer=pages)
+
+    def _send(self, rows: Rows) -> tuple[SlotUpdate, ...]:
+        """These are in flight from now on; what the device must be told of their slots."""
+        slots, slot_n = self._slots, rows.slot
         new = slot_n[~slots.on_device[slot_n]].tolist()
         updates = tuple(self._slot_update(slots.request[slot]) for slot in new)
         slots.in_flight[slot_n] += 1
         slots.on_device[slot_n] = True
-        self._progress.schedule(choice)
         self._sequence += 1
-        return SchedulerOutput(
-            self._sequence, stage, rows, updates, samples, choice.num_tokens, choice.num_loops
-        )
+        return updates
+
+    # -- who comes in ----------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Gives requests a slot and blocks while there are any, reserved ones for what each may
-        still need included: none runs out on the way."""
-        if not self._slots.has_free:
-            return
-        for request in self._waiting.admissible(self._kv.room, self._shared_positions):
-            owner = request.generation
-            prefix = self._kv.find_prefix(self._reusable(request))
-            self._kv.allocate(owner, len(request.prompt), request.max_positions, prefix)
-            request.cached_tokens = len(prefix) * self._kv.geometry.block_size
+        still need included, unless those can be had by preemption."""
+        preemption = self._preemption
+        if self._slots.has_free and not preemption.is_short_of_pages:
+            for request in self._waiting.admissible(
+                self._kv.room, self._shared_positions, only_first=preemption.is_making_way
+            ):
+                self._seat(request)
+                if not self._slots.has_free:
+                    break
+        first = self._waiting.first
+        if first is not None and self._config.enable_preemption:
+            shared = self._kv.pages(self._shared_positions(first))
+            lacking = self._kv.pages(self._promise(first)) - shared
+            preemption.make_way(self._priority(first), lacking)
+
+    def _seat(self, request: Request) -> None:
+        """Takes a request out of those that wait."""
+        owner, kv, slots = request.generation, self._kv, self._slots
+        promise, saved = self._promise(request), self._host.take(owner)
+        if saved is not None:
+            kv.allocate(owner, saved.positions, promise)
+        else:
+            prefix = kv.find_prefix(self._reusable(request))
+            kv.allocate(owner, len(request.prompt), promise, prefix)
+            request.cached_tokens = len(prefix) * kv.geometry.block_size
+        if request.admitted is None:
+            request.admitted = self._clock()
             self._counts["prompt_tokens"] += len(request.prompt)
             self._counts["cached_prompt_tokens"] += request.cached_tokens
-            request.admitted = self._clock()
-            self._slots.fill(request, self._policy, self._limits.full_depth)
-            self._slots.capacity[request.slot] = self._kv.capacity(owner)
-            if not self._slots.has_free:
-                return
+        demand = kv.pages(request.max_positions)
+        slots.fill(request, self._policy, self._limits.full_depth, self._priority(request), demand)
+        slots.capacity[request.slot] = kv.capacity(owner)
+        if saved is not None:
+            self._preemption.come_back(request.slot, saved)
+
+    def _wait_again(self, request: Request) -> None:
+        """It leaves its slot."""
+        self._counts["preemptions"] += 1
+        self._waiting.add(request, self._promise(request))
+
+    def _promise(self, request: Request) -> int:
+        """Positions that a request must have room for to come in."""
+        if not self._overcommits:
+            return request.max_positions
+        saved = self._host.saved_positions(request.generation)
+        if saved is None:
+            return len(request.prompt)
+        return min(saved + 1, request.max_positions)
+
+    def _priority(self, request: Request) -> int:
+        """Lower is more urgent."""
+        return request.params.priority if self._config.policy == "priority" else 0
 
     def _reusable(self, request: Request) -> tuple[bytes, ...]:
         """The pages that may come from the cache: the last prompt token is always computed, since
@@ -260,19 +378,26 @@ class Scheduler:
             kept[request.generation] = self._kv.shared_positions(self._reusable(request))
         return kept[request.generation]
 
-    def _extend_tables(self, slot_n: np.ndarray, last_position: np.ndarray) -> None:
-        """Blocks for decode rows that come to a new page; their tables go up with the batch."""
-        slots = self._slots
+    def _extend_tables(self, choice: Choice) -> list[int]:
+        """Blocks for decode rows that come to a new page; their tables go up with the batch.
+        Returns the slots for which there are none."""
+        slots, slot_n, last_position = self._slots, choice.rows.slot, choice.last_position
         lacking = last_position >= slots.capacity[slot_n]
+        starved: list[int] = []
         if not lacking.any():
-            return
+            return starved
         for slot, position in zip(
             slot_n[lacking].tolist(), last_position[lacking].tolist(), strict=True
         ):
             owner = slots.request[slot].generation
+            if self._overcommits and not self._kv.can_extend(owner, position + 1):
+                self._preemption.starve(slot, position + 1)
+                starved.append(slot)
+                continue
             self._kv.extend(owner, position + 1)
             slots.capacity[slot] = self._kv.capacity(owner)
             slots.on_device[slot] = False
+        return starved
 
     def _slot_update(self, request: Request) -> SlotUpdate:
         return SlotUpdate(
@@ -300,6 +425,10 @@ class Scheduler:
         if batch.stage is Stage.PREFILL or batch.stage is Stage.MIXED:
             self._complete_prompts(batch)
         alive = self._land(batch)
+        if batch.transfer is not None:
+            if alive.all():
+                self._preemption.landed(batch, output.content)
+            return []
         grown = self._emit(batch.rows, output, alive) if output.rows.token is not None else []
         if batch.reads_gate:
             self._counts["idle_row_loops"] += self._progress.hear(batch.rows, output)
@@ -370,6 +499,7 @@ class Scheduler:
         """Ends a request, whatever it waits for."""
         request.finish_reason = reason
         del self._by_id[request.id]
+        self._host.forget(request.generation)
         if request.slot is None:
             self._waiting.remove(request)
             del self._by_generation[request.generation]
@@ -381,5 +511,6 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         del self._by_generation[request.generation]
+        self._preemption.forget(request.slot)
         self._kv.release(request.generation)
         self._slots.free(request.slot)

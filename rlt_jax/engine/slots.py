@@ -1,6 +1,7 @@
 """The progress of admitted requests: one entry per slot of every array."""
 
 import enum
+from typing import Any
 
 import numpy as np
 
@@ -10,8 +11,9 @@ from rlt_jax.engine.request import Request
 
 class RequestStage(enum.IntEnum):
     """What a request waits for. HELD: for the signal of a batch in flight, which decides what
-    comes next; LAST: for its last token; ENDED: for the last batch that knows it. The stages of a
-    token's loops lie side by side, from RECURRENT to HELD."""
+    comes next; LAST: for its last token; ENDED: for the last batch that knows it; SAVING,
+    RESTORING: for its pages, on their way to the host or back. The stages of a token's loops lie
+    side by side, from RECURRENT to HELD."""
 
     FREE = 0
     PREFILL = 1
@@ -20,11 +22,21 @@ class RequestStage(enum.IntEnum):
     HELD = 4
     LAST = 5
     ENDED = 6
-    WAITING = 7  # has no slot yet
+    SAVING = 7
+    RESTORING = 8
+    WAITING = 9  # has no slot
 
 
 # Plain numbers, for the hundreds of comparisons of a step.
-FREE, PREFILL, RECURRENT, CODA, HELD, LAST, ENDED = map(int, list(RequestStage)[:7])
+FREE, PREFILL, RECURRENT, CODA, HELD, LAST, ENDED, SAVING, RESTORING = map(
+    int, list(RequestStage)[:9]
+)
+
+# What a request that leaves its slot takes with it; the rest comes from what it asked.
+_PROGRESS = (
+    *("stage", "position", "completed", "depth", "exit_depth", "sampled", "heard", "remaining"),
+)
+_MOST_URGENT, _LEAST_URGENT = -(2**62), 2**62
 
 
 class Slots:
@@ -39,7 +51,8 @@ class Slots:
     heard: the last loop whose signal was applied. first_gate .. last_gate: loops whose signal is
     read. replays: exits where it is told to. whole: every token runs to full depth.
     draws: samples at a temperature above 0. in_flight: batches submitted and not collected.
-    on_device: the device knows the slot, with its whole table.
+    on_device: the device knows the slot, with its whole table. paused: no batch takes it.
+    priority: lower is more urgent. demand: pages that it may need in all.
     """
 
     def __init__(self, count: int):
@@ -57,9 +70,10 @@ class Slots:
             np.zeros(count, np.int32) for _ in range(4)
         )
         self.remaining, self.threshold = np.ones(count, np.float32), np.ones(count, np.float32)
-        self.whole, self.draws, self.on_device, self.replays = (
-            np.zeros(count, bool) for _ in range(4)
+        self.whole, self.draws, self.on_device, self.replays, self.paused = (
+            np.zeros(count, bool) for _ in range(5)
         )
+        self.priority, self.demand = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self._next_turn = 0
         self._free = list(range(count - 1, -1, -1))
 
@@ -67,7 +81,9 @@ class Slots:
     def has_free(self) -> bool:
         return bool(self._free)
 
-    def fill(self, request: Request, policy: ExitPolicy, full_depth: int) -> None:
+    def fill(
+        self, request: Request, policy: ExitPolicy, full_depth: int, priority: int, demand: int
+    ) -> None:
         """Gives a request a slot; its prompt is next."""
         slot = request.slot = self._free.pop()
         bounds, params, gates = request.bounds, request.params, policy.gate_loops(request.bounds)
@@ -83,7 +99,9 @@ class Slots:
         self.first_gate[slot], self.last_gate[slot] = gates.start, gates.stop - 1
         self.whole[slot] = policy.fixed_depth(bounds) == full_depth
         self.draws[slot] = params.temperature > 0
-        self.on_device[slot] = False
+        self.on_device[slot] = self.paused[slot] = False
+        self.priority[slot] = min(max(priority, _MOST_URGENT), _LEAST_URGENT)
+        self.demand[slot] = demand
         self.enter(np.array([slot]), RequestStage.PREFILL)
 
     def free(self, slot: int) -> None:
@@ -91,6 +109,14 @@ class Slots:
         self.request[slot] = None
         self.stage[slot] = RequestStage.FREE
         self._free.append(slot)
+
+    def progress_of(self, slot: int) -> dict[str, Any]:
+        """All that cannot be told from the request itself."""
+        return {name: getattr(self, name)[slot].item() for name in _PROGRESS}
+
+    def put_progress(self, slot: int, progress: dict[str, Any]) -> None:
+        for name in _PROGRESS:
+            getattr(self, name)[slot] = progress[name]
 
     def enter(self, slot_n: np.ndarray, stage: RequestStage | np.ndarray) -> None:
         """These come to a stage, one after the other."""

@@ -100,6 +100,16 @@ class Rows(Sequence):
         }
         return Rows(**columns, tokens=(self.tokens or ((),) * len(self)) + other.tokens)
 
+    def where(self, kept: np.ndarray) -> "Rows":
+        """Those of a mask [rows]."""
+        columns = {
+            field.name: getattr(self, field.name)[kept]
+            for field in dataclasses.fields(Row)
+            if field.name != "tokens"
+        }
+        tokens = tuple(t for t, keep in zip(self.tokens, kept.tolist()) if keep)
+        return Rows(**columns, tokens=tokens)
+
     @functools.cached_property  # asked for at every step of a batch's way
     def num_decode(self) -> int:
         """How many are decode rows: prompt rows have a size."""
