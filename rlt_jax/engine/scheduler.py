@@ -142,9 +142,7 @@ class Scheduler:
         return {
             "output_tokens": tokens,
             "mean_depth": self._counts["loops"] / tokens if tokens else None,
-            **{
-                name: self._counts[name] for name in self._counts if name not in ("tokens", "loops")
-            },
+            **{name: self._counts[name] for name in counted},
         }
 
     def add(self, request: Request) -> None:
