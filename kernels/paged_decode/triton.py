@@ -1,12 +1,14 @@
 """Paged decode attention as Pallas-Triton kernels (flash decoding).
 
 A row's context is cut into splits at absolute positions, whose length depends on nothing but the
-row's own length. Each split gives an unnormalised sum, its peak and its total weight; the program
-that finishes a row and head last adds their splits in ascending order. Which program that is,
-which one handles which split, and how many there are, never shows in the result: a row's bits are
-the same in any company.
+row's own length. Each split gives a part: an unnormalised sum, its peak and its total weight. Parts
+are folded one after the other in ascending order: in registers where a row has one program, else
+out of memory by the program that finishes a row and head last. Which program that is, which one
+handles which split, and how many there are, never shows in the result: a row's bits are the same in
+any company.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -17,12 +19,14 @@ from jax.experimental import pallas as pl
 from rlt_jax.kernels.compat import WHOLE, atomic_add, barrier, load, store, triton_call
 from rlt_jax.kernels.kv_update.triton import load_rotated
 from rlt_jax.kernels.paged_decode.triton_splits import (
-    MASKED,
     DecodeConfig,
+    Part,
     Row,
     Shape,
     attend_lane,
     attention,
+    fold,
+    where,
 )
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch
 
@@ -81,53 +85,62 @@ def _call(body, shape: Shape, layer, batch: RowBatch, inputs, pool, sharing, int
     pool_at = len(operands) - (3 if sharing else 1)
     in_place = [pool_at] * writes + [len(operands) - 1] * bool(sharing)  # the pool, the arrivals
     out = jax.ShapeDtypeStruct((rows, shape.heads, shape.head_dim), shape.q_dtype)
+    part_heads = (rows, shape.max_parts, shape.heads)
     parts = [
-        jax.ShapeDtypeStruct((rows, shape.max_parts, shape.heads, *width), jnp.float32)
-        for width in ((shape.width,), (), ())
+        jax.ShapeDtypeStruct((*part_heads, *width), jnp.float32)
+        for width in ((), (), (shape.width,))
+        if sharing
     ]
     written = [jax.ShapeDtypeStruct(operands[at].shape, operands[at].dtype) for at in in_place]
+    outputs = [out, *parts, *written]
 
     def kernel(*refs):
         row_refs, input_refs, pool_ref = refs[:5], refs[5:pool_at], refs[pool_at]
         filled_ref = refs[pool_at + 1] if sharing else None
-        out_ref, *part_refs = refs[len(operands) :][:4]
-        written_refs = refs[len(operands) + 4 :]
+        out_ref, *other_refs = refs[len(operands) :]
+        part_refs, written_refs = other_refs[: len(parts)], other_refs[len(parts) :]
         row = Row(shape, row_refs, filled_ref, own_apart=writes)
+        written_pool_ref = written_refs[0] if writes else None
+        attend = functools.partial(body, row, input_refs, pool_ref, written_pool_ref)
 
         @pl.when(row.lane < row.parts)
         def _():
-            body(row, input_refs, pool_ref, part_refs, written_refs[0] if writes else None)
-            _finish(row, part_refs, written_refs[-1] if sharing else None, out_ref, interpret)
+            if sharing:
+                attend(functools.partial(_store_parts, row, part_refs), ())
+                _finish(row, part_refs, written_refs[-1], out_ref, interpret)
+            else:
+                for block, part in enumerate(attend(_fold_parts, _no_parts(shape))):
+                    _store_out(row, block, part.quotient_hx, out_ref)
 
         _finish_empty(row, out_ref)
 
-    out_rhx, _, _, _, *written = triton_call(
+    out_rhx, *others = triton_call(
         kernel,
         # The heads of a page lie side by side.
         grid=(shape.kv_heads, config.columns(rows, shape.kv_heads)),
-        out_shape=[out, *parts, *written],
+        out_shape=outputs,
         in_specs=[WHOLE] * len(operands),
-        out_specs=[WHOLE] * (4 + len(written)),
+        out_specs=[WHOLE] * len(outputs),
         num_warps=config.num_warps,
         num_stages=config.num_stages if shape.uses_dot else 1,
         interpret=interpret,
         name=body.__name__[1:],
-        input_output_aliases={at: 4 + i for i, at in enumerate(in_place)},
+        input_output_aliases={at: 1 + len(parts) + i for i, at in enumerate(in_place)},
     )(*operands)
-    sharing = sharing and Sharing(sharing.filled, written[-1])
-    return out_rhx, written[0] if writes else None, sharing
+    sharing = sharing and Sharing(sharing.filled, others[-1])
+    return out_rhx, others[len(parts)] if writes else None, sharing
 
 
-def _paged_decode(row: Row, input_refs, pool_ref, part_refs, _):
+def _paged_decode(row: Row, input_refs, pool_ref, _, take, taken):
     (q_ref,) = input_refs
 
     def load_q(heads, at_x, mask):
         return load(q_ref.at[row.row, heads, at_x], mask=mask, other=0).astype(jnp.float32)
 
-    attend_lane(row, attention(row, pool_ref, load_q), part_refs)
+    return attend_lane(row, attention(row, pool_ref, load_q), take, taken)
 
 
-def _write_and_decode(row: Row, input_refs, pool_ref, part_refs, written_pool_ref):
+def _write_and_decode(row: Row, input_refs, pool_ref, written_pool_ref, take, taken):
     """The row's own token comes from its projection, never from the pool."""
     qkv_ref, cos_ref, sin_ref = input_refs
 
@@ -138,13 +151,13 @@ def _write_and_decode(row: Row, input_refs, pool_ref, part_refs, written_pool_re
 
     attends = attention(row, pool_ref, load_q)
 
-    @pl.when(lax.rem(row.splits, jnp.int32(row.lanes)) == row.lane)
-    def _():
+    def take_own():
         own_kv = _own_token(row, qkv_ref, load_q)
-        attends.store(attends.one_token(*own_kv), row.splits, part_refs)
         _write(row, written_pool_ref, own_kv)
+        return take(taken, 0, attends.one_token(*own_kv))
 
-    attend_lane(row, attends, part_refs)
+    is_mine = lax.rem(row.splits, jnp.int32(row.lanes)) == row.lane
+    return attend_lane(row, attends, take, lax.cond(is_mine, take_own, lambda: taken))
 
 
 def _own_token(row: Row, qkv_ref, load_rotated_head):
@@ -167,60 +180,75 @@ def _write(row: Row, pool_ref, own_kv):
         store(place, own_x, mask=at_x < row.shape.head_dim)
 
 
+def _no_parts(shape: Shape):
+    blocks = pl.cdiv(shape.group, shape.block_heads)
+    return (Part.nothing(shape.block_heads, shape.width),) * blocks
+
+
+def _fold_parts(folded, _, parts):
+    """`take` of a row's only program."""
+    return tuple(map(fold, folded, parts))
+
+
+def _store_parts(row: Row, part_refs, taken, at, parts):
+    """`take` of one program among several."""
+    for block, part in enumerate(parts):
+        heads_h, real_h = row.heads(block, row.shape.block_heads)
+        masks = real_h, real_h, real_h[:, None]
+        for place, values, mask in zip(_places(row, part_refs, at, heads_h), part, masks):
+            store(place, values, mask=mask)
+    return taken
+
+
+def _places(row: Row, part_refs, at, heads_h):
+    """Where the part of these heads lies in memory."""
+    peaks_ref, totals_ref, sums_ref = part_refs
+    here, at_x = (row.row, at, heads_h), jnp.arange(row.shape.width)
+    sums = sums_ref.at[row.row, at, heads_h[:, None], at_x[None]]
+    return peaks_ref.at[here], totals_ref.at[here], sums
+
+
 def _finish(row: Row, part_refs, arrivals_ref, out_ref, interpret):
-    """Adds the parts of the row's heads, in the program that comes last."""
+    """Folds the parts of the row's heads, in the program that comes last."""
     if not interpret:  # there, programs run one after the other
-        barrier()  # every thread's parts are stored before this program counts, or adds them
-
-    def add():
-        for i in range(row.shape.group):
-            head = row.kv_head * row.shape.group + i
-            _store_head(row, head, _add_parts(row, head, part_refs), out_ref)
-
-    if arrivals_ref is None:  # a row's only one
-        return add()
+        barrier()  # every thread's parts are stored before this program counts, or folds them
     arrived = atomic_add(arrivals_ref, (row.row, row.kv_head), jnp.int32(1))
 
     @pl.when(arrived == jnp.minimum(row.parts, row.lanes) - 1)
     def _():
-        add()
+        for head in range(row.shape.group):
+            _store_out(row, head, _fold_stored(row, head, part_refs).quotient_hx, out_ref)
         arrivals_ref[row.row, row.kv_head] = jnp.int32(0)
+
+
+def _fold_stored(row: Row, head: int, part_refs) -> Part:
+    """A head's parts: some are read at once, then folded one by one."""
+    at_once, last = row.shape.config.combine_splits, row.parts - 1
+    heads_h, _ = row.heads(head, 1)
+
+    def step(i, folded):
+        ats = [i * at_once + j for j in range(at_once)]
+        # Past the end the last one again: loads under a mask would wait for each other.
+        places = [_places(row, part_refs, jnp.minimum(at, last), heads_h) for at in ats]
+        parts = [Part(*map(load, place)) for place in places]
+        for at, part in zip(ats, parts):
+            folded = where((at <= last)[None], fold(folded, part), folded)
+        return folded
+
+    steps = lax.div(last + at_once, jnp.int32(at_once))
+    return lax.fori_loop(0, steps, step, Part.nothing(1, row.shape.width))
 
 
 def _finish_empty(row: Row, out_ref):
     @pl.when((row.parts == 0) & (row.lane == 0))
     def _():
-        for i in range(row.shape.group):
-            head = row.kv_head * row.shape.group + i
-            _store_head(row, head, jnp.zeros((row.shape.width,), jnp.float32), out_ref)
+        for head in range(row.shape.group):
+            _store_out(row, head, jnp.zeros((1, row.shape.width), jnp.float32), out_ref)
 
 
-def _store_head(row: Row, head, out_x, out_ref):
-    at_x = jnp.arange(row.shape.width)
-    place = out_ref.at[row.row, head, at_x]
-    store(place, out_x.astype(out_ref.dtype), mask=at_x < row.shape.head_dim)
-
-
-def _add_parts(row: Row, head, part_refs):
-    """A head's parts, some at a time, in ascending order."""
-    sums_ref, peaks_ref, totals_ref = part_refs
-    at_once = row.shape.config.combine_splits
-    at_x = jnp.arange(row.shape.width)
-
-    def step(i, state):
-        peak, total, sum_x = state
-        at_s = i * at_once + jnp.arange(at_once)
-        real_s = at_s < row.parts
-        peak_s = load(peaks_ref.at[row.row, at_s, head], mask=real_s, other=MASKED)
-        total_s = load(totals_ref.at[row.row, at_s, head], mask=real_s, other=0)
-        sums = sums_ref.at[row.row, at_s[:, None], head, at_x[None]]
-        sum_sx = load(sums, mask=real_s[:, None], other=0)
-        new_peak = jnp.maximum(peak, jnp.max(peak_s))
-        decay, weight_s = jnp.exp2(peak - new_peak), jnp.exp2(peak_s - new_peak)
-        total = total * decay + jnp.sum(total_s * weight_s)
-        return new_peak, total, sum_x * decay + jnp.sum(sum_sx * weight_s[:, None], axis=0)
-
-    start = (jnp.float32(MASKED), jnp.float32(0), jnp.zeros((row.shape.width,), jnp.float32))
-    steps = lax.div(row.parts + at_once - 1, jnp.int32(at_once))
-    _, total, sum_x = lax.fori_loop(0, steps, step, start)
-    return sum_x / total
+def _store_out(row: Row, block: int, out_hx, out_ref):
+    heads_h, real_h = row.heads(block, out_hx.shape[0])
+    at_x = jnp.arange(row.shape.width)[None]
+    place = out_ref.at[row.row, heads_h[:, None], at_x]
+    mask = real_h[:, None] & (at_x < row.shape.head_dim)
+    store(place, out_hx.astype(out_ref.dtype), mask=mask)

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from rlt_jax.kernels.compat import dot, load, store
+from rlt_jax.kernels.compat import dot, load
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch
 
 MASKED = -1e30  # finite, so that places without a token give exp(0) and not NaN
@@ -29,7 +30,7 @@ class DecodeConfig:
     in flight by asynchronous copies (DotAttention only).
     programs: as many as are resident together; fewer rows and heads than that share the splits of
     each row among several lanes. dot_group: query heads per K/V head from which on the tensor cores
-    multiply. combine_splits: parts added at once in the end.
+    multiply. combine_splits: parts read at once in the end.
     """
 
     tokens: int = 32
@@ -96,6 +97,11 @@ class Shape:
         return max(pl.next_power_of_2(self.head_dim), _DOT_ROWS if self.uses_dot else 1)
 
     @property
+    def block_heads(self) -> int:
+        """Heads of a Part as a split gives it: all of a group in a matrix, or one."""
+        return max(pl.next_power_of_2(self.group), _DOT_ROWS) if self.uses_dot else 1
+
+    @property
     def scale(self) -> float:
         """Of the scores, whose exponentials are powers of two."""
         return self.head_dim**-0.5 * _LOG2_E
@@ -122,12 +128,49 @@ class Shape:
         return tokens >> (size.bit_length() - 1), tokens & (size - 1)
 
 
+class Part(NamedTuple):
+    """What some heads h give over some tokens, float32: the peak [h] of their scores and, relative
+    to it, the total weight [h] and the weighted sum of values [h, x]."""
+
+    peak_h: jax.Array
+    total_h: jax.Array
+    sum_hx: jax.Array
+
+    @classmethod
+    def nothing(cls, heads: int, width: int) -> "Part":
+        zeros_h, zeros_hx = (jnp.zeros(shape, jnp.float32) for shape in ((heads,), (heads, width)))
+        return cls(zeros_h + MASKED, zeros_h, zeros_hx)
+
+    @property
+    def quotient_hx(self):
+        return self.sum_hx / self.total_h[:, None]
+
+
+def where(which_h, part: Part, other: Part) -> Part:
+    return Part(
+        jnp.where(which_h, part.peak_h, other.peak_h),
+        jnp.where(which_h, part.total_h, other.total_h),
+        jnp.where(which_h[:, None], part.sum_hx, other.sum_hx),
+    )
+
+
+def fold(old: Part, new: Part) -> Part:
+    """Both together, in whatever layout: one product and one sum an element, which a compiler can
+    contract in one way only."""
+    is_old_h = old.peak_h >= new.peak_h
+    high, low = where(is_old_h, old, new), where(is_old_h, new, old)
+    weight_h = jnp.exp2(low.peak_h - high.peak_h)
+    total_h = high.total_h + low.total_h * weight_h
+    return Part(high.peak_h, total_h, high.sum_hx + low.sum_hx * weight_h[:, None])
+
+
 class Row:
     """What a program knows of its row, K/V head and lane.
 
     splits: of the row's context, without its own token where that is apart. parts: results to be
-    added up, one of each split and one of a token apart; the lane-th and every lanes-th after it
-    are this program's. A program without a row has none, and no row to answer for.
+    added up, one of a token apart and one of each split, in this order. Of the splits, the lane-th
+    and every lanes-th after it are this program's; the token goes to the next lane after the last
+    split's. A program without a row has no parts, and no row to answer for.
     """
 
     def __init__(self, shape: Shape, batch_refs, filled_ref, own_apart: bool):
@@ -139,6 +182,7 @@ class Row:
         self._take_row(filled_ref, positions_ref.shape[0])
         self.position = positions_ref[self.row]
         self.depth = depths_ref[self.row]
+        self.own_apart = own_apart
         length = self.position + 1
         self.split_tokens = shape.split_tokens(length)
         self.end = self.position if own_apart else length
@@ -163,6 +207,11 @@ class Row:
         self.row = jnp.minimum(row, rows - 1)
         self.lane = jnp.where(is_filled, lax.div(column, divisor), row - self.row)
 
+    def heads(self, block: int, block_heads: int):
+        """(numbers of a block's query heads [h], which of them the group has [h])."""
+        in_group_h = block * block_heads + jnp.arange(block_heads)
+        return self.kv_head * self.shape.group + in_group_h, in_group_h < self.shape.group
+
     def pages(self, entries):
         """Physical pages of entries of the row's block table; for those past its end, some page.
         Without a mask, which would wait for the row's position."""
@@ -173,10 +222,11 @@ class Row:
         return PagedKV(None, self.shape.planes).physical_page(logical, self.depth)
 
 
-def attend_lane(row: Row, attends, part_refs) -> None:
-    """Attends over each split of this lane and stores its part.
+def attend_lane(row: Row, attends, take, taken):
+    """Attends over each split of this lane; `take` takes their parts, one by one.
 
-    One loop over the tiles of them all: copies go on where one split ends and the next begins.
+    take(taken, place in the order of parts, a Part for each block of heads) -> taken. One loop over
+    the tiles of all splits: copies go on where one split ends and the next begins.
     """
     tokens = jnp.int32(attends.tokens)
     split_tiles = lax.div(row.split_tokens, tokens)
@@ -190,7 +240,7 @@ def attend_lane(row: Row, attends, part_refs) -> None:
         return attends.places(split * row.split_tokens + tile * tokens)
 
     def step(i, carry):
-        split, tile, found, state = carry
+        split, tile, found, state, taken = carry
         is_last = tile == split_tiles - 1
         following = jnp.where(is_last, split + row.lanes, split), jnp.where(is_last, 0, tile + 1)
         ahead = places(*following)
@@ -198,15 +248,16 @@ def attend_lane(row: Row, attends, part_refs) -> None:
         state = jax.tree.map(lambda old, new: jnp.where(tile == 0, new, old), state, nothing)
         seen = split * row.split_tokens + tile * tokens + attends.offsets < row.end
         state = attends.add(state, found, seen)
-
-        @pl.when(is_last | (i == tiles - 1))
-        def _():
-            attends.store(state, split, part_refs)
-
-        return *following, ahead, state
+        taken = lax.cond(
+            is_last | (i == tiles - 1),
+            lambda: take(taken, split + row.own_apart, attends.parts(state)),
+            lambda: taken,
+        )
+        return *following, ahead, state, taken
 
     first = row.lane, jnp.int32(0)
-    lax.fori_loop(0, tiles, step, (*first, places(*first), attends.nothing()))
+    start = (*first, places(*first), attends.nothing(), taken)
+    return lax.fori_loop(0, tiles, step, start)[-1]
 
 
 def attention(row: Row, pool_ref, load_q):
@@ -234,9 +285,9 @@ class VectorAttention:
         wraps = shape.config.tokens // self.slots
         self.tokens = shape.config.tokens
         self.offsets = jnp.arange(wraps)[:, None] * self.slots + jnp.arange(self.slots)[None]
-        self.first_head = row.kv_head * shape.group
+        first_head = row.kv_head * shape.group
         self.queries_gx = [
-            load_q(self.first_head + i, self.at_x, self.in_head_x) * shape.scale
+            load_q(first_head + i, self.at_x, self.in_head_x) * shape.scale
             for i in range(shape.group)
         ]
 
@@ -254,15 +305,10 @@ class VectorAttention:
         return (empty,) * self.shape.group
 
     def one_token(self, k_x, v_x):
-        """The state after one token, in the first slot."""
-        mine_s1 = jnp.arange(self.slots)[:, None] == 0
+        """The parts of one token."""
         k_x, v_x = k_x.astype(jnp.float32), v_x.astype(jnp.float32)
-        total_s1 = jnp.where(mine_s1, 1.0, 0.0)
-        sum_sx = jnp.where(mine_s1, v_x[None], 0.0)
-        return tuple(
-            (jnp.where(mine_s1, jnp.sum(k_x * q_x), MASKED), total_s1, sum_sx)
-            for q_x in self.queries_gx
-        )
+        scores = (jnp.sum(k_x * q_x, keepdims=True) for q_x in self.queries_gx)
+        return tuple(Part(score_h, jnp.ones_like(score_h), v_x[None]) for score_h in scores)
 
     def add(self, state, found, seen_ws):
         """The state after a tile, whose tokens lie at the places `found`."""
@@ -291,15 +337,15 @@ class VectorAttention:
         # Zeros where nothing was written: 0 * NaN must not reach the sum.
         return load(place, mask=seen[:, :, None] & self.in_head_x[None, None], other=0)
 
-    def store(self, state, split, part_refs):
-        sums_ref, peaks_ref, totals_ref = part_refs
-        for i, (peak_s1, total_s1, sum_sx) in enumerate(state):
-            peak = jnp.max(peak_s1)
-            weight_s1 = jnp.exp2(peak_s1 - peak)
-            index = (self.row.row, split, self.first_head + i)
-            sums_ref[(*index, slice(None))] = jnp.sum(sum_sx * weight_s1, axis=0)
-            peaks_ref[index] = peak
-            totals_ref[index] = jnp.sum(total_s1 * weight_s1)
+    def parts(self, state):
+        """A Part of each head."""
+        parts = []
+        for peak_s1, total_s1, sum_sx in state:
+            peak_h = jnp.max(peak_s1, axis=0)
+            weight_s1 = jnp.exp2(peak_s1 - peak_h[None])
+            total_h = jnp.sum(total_s1 * weight_s1, axis=0)
+            parts.append(Part(peak_h, total_h, jnp.sum(sum_sx * weight_s1, axis=0)[None]))
+        return tuple(parts)
 
 
 class DotAttention:
@@ -320,7 +366,7 @@ class DotAttention:
         self.in_runs = shape.page_size % _RUN == 0 == self.tokens % shape.page_size
         at_t = jnp.arange(self.tokens)
         self.offsets = at_t % self.runs * _RUN + at_t // self.runs if self.in_runs else at_t
-        self.rows = max(pl.next_power_of_2(shape.group), _DOT_ROWS)
+        self.rows = shape.block_heads
         at_g = jnp.arange(self.rows)[:, None]
         real_g = at_g < shape.group
         if shape.group == 1:  # fifteen of sixteen rows need no load
@@ -347,11 +393,11 @@ class DotAttention:
         )
 
     def one_token(self, k_x, v_x):
-        """The state after one token."""
+        """The part of one token."""
         k_x, v_x = k_x.astype(jnp.float32), v_x.astype(jnp.float32)
         peak_g = jnp.sum(self.q_gx.astype(jnp.float32) * k_x[None], axis=1) * self.shape.scale
-        total_gt = jnp.zeros((self.rows, 1)) + jnp.where(self.offsets == 0, 1.0, 0.0)[None]
-        return peak_g, total_gt, jnp.zeros((self.rows, 1)) + v_x[None]
+        sum_gx = jnp.broadcast_to(v_x[None], (self.rows, self.shape.width))
+        return (Part(peak_g, jnp.ones_like(peak_g), sum_gx),)
 
     def _tile(self, side, pages, offsets, seen):
         place = self.pool_ref.at[
@@ -378,12 +424,7 @@ class DotAttention:
         mixed_gx = multiply(weights_gt.astype(v_tx.dtype), v_tx)
         return new_peak_g, total_gt, sum_gx * decay_g[:, None] + mixed_gx
 
-    def store(self, state, split, part_refs):
+    def parts(self, state):
+        """One Part of all heads."""
         peak_g, total_gt, sum_gx = state
-        sums_ref, peaks_ref, totals_ref = part_refs
-        at_g = jnp.arange(self.rows)
-        heads_g, real_g = self.row.kv_head * self.shape.group + at_g, at_g < self.shape.group
-        row = self.row.row
-        store(sums_ref.at[row, split, heads_g[:, None], self.at_x], sum_gx, mask=real_g[:, None])
-        store(peaks_ref.at[row, split, heads_g], peak_g, mask=real_g)
-        store(totals_ref.at[row, split, heads_g], jnp.sum(total_gt, axis=1), mask=real_g)
+        return (Part(peak_g, jnp.sum(total_gt, axis=1), sum_gx),)

@@ -10,6 +10,7 @@ import pytest
 
 from rlt_jax.kernels.kv_update import finalize_kv, rotate_and_write
 from rlt_jax.kernels.paged_decode import paged_decode, write_and_decode
+from rlt_jax.kernels.paged_decode.triton import make_sharing
 from rlt_jax.kernels.paged_decode.triton_splits import DecodeConfig
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch
 from rlt_jax.kernels.residual_norm import residual_norm
@@ -171,10 +172,13 @@ def test_long_rows(dtype):
 
 
 @each_dtype
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)
 @pytest.mark.parametrize("operation", [run, lambda x: run_fused(x)[0]], ids=["decode", "fused"])
-def test_a_row_has_the_same_bits_in_any_company(operation, dtype):
-    inputs = make_inputs(SHAPES[0], dtype)
-    count = len(LENGTHS)
+def test_a_row_has_the_same_bits_in_any_company(operation, shape, dtype):
+    """Alone; sharing its programs; with one program, which folds up to 11 parts in registers."""
+    lengths = (*LENGTHS, 2500)
+    inputs = make_inputs(shape, dtype, lengths)
+    count = len(lengths)
     alone = np.concatenate([bits(operation(take(inputs, [row]))) for row in range(count)])
     for bucket in (8, 32, 128):
         rows = (np.arange(bucket) * 7 + bucket) % count
@@ -183,6 +187,7 @@ def test_a_row_has_the_same_bits_in_any_company(operation, dtype):
         if operation is not run:  # no two rows may write the same place
             valid &= np.arange(bucket) < count
         crowd.batch = dataclasses.replace(crowd.batch, valid_r=jnp.asarray(valid))
+        assert (make_sharing(crowd.kv, crowd.batch) is None) == (bucket == 128)
         out = bits(operation(crowd))
         assert np.array_equal(out[valid], alone[rows[valid]]), bucket
 

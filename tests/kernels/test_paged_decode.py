@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlt_jax.kernels.paged_decode.triton import make_sharing, paged_decode, write_and_decode
-from rlt_jax.kernels.paged_decode.triton_splits import DecodeConfig
+from rlt_jax.kernels.paged_decode.triton_splits import DecodeConfig, Part, fold
 from rlt_jax.kernels.paged_kv import PagedKV, RowBatch
 from tests.kernels.support import (
     IMPLEMENTATIONS,
@@ -170,32 +170,101 @@ def test_a_row_is_bitwise_the_same_in_any_company(name, shape, neighbours, lengt
         assert np.array_equal(bits(out[at]), alone)
 
 
+# Of each K/V head: one program for each row, which folds parts in registers; two, out of memory;
+# as many as the rows up to the last valid one leave.
+COLUMNS = [len(LENGTHS), 2 * len(LENGTHS), 2 * len(LENGTHS) + 3, 5 * len(LENGTHS)]
+
+
+def outs_of(columns_of_each, requests: Requests, writes: bool, is_valid=None, **config):
+    """The bits of every row, for each number of columns."""
+    shape, dtype, n = requests.shape, requests.pool.dtype, len(LENGTHS)
+    rng, batch, layer = np.random.default_rng(3), rows_of(requests, is_valid), jnp.int32(1)
+    channels = shape.heads + 2 * shape.kv_heads
+    qkv = rng.standard_normal((n, channels, shape.head_dim)).astype(dtype)
+    turn = angles(n, shape.head_dim, dtype, rng)
+    outs = []
+    for columns in columns_of_each:
+        of_call = DecodeConfig(programs=columns * shape.kv_heads, **config)
+        sharing = make_sharing(requests.kv, batch, of_call)
+        assert (sharing is None) == (columns == n)
+        if writes:
+            run_it = jax.jit(functools.partial(write_and_decode, interpret=True, config=of_call))
+            out, kv = run_it(qkv, *turn, requests.kv.replace(scratch=sharing), layer, batch)
+            assert sharing is None or not np.any(kv.scratch.arrivals_rk)
+        else:
+            run_it = jax.jit(functools.partial(paged_decode, interpret=True, config=of_call))
+            out = run_it(qkv[:, : shape.heads], requests.kv, layer, batch)
+        outs.append(bits(out))
+    return outs
+
+
 @pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("valid", ["all", "every other", "the first", "the last"])
 def test_how_many_programs_share_a_row_does_not_show(writes, valid):
-    """One for each row; two; as many as the rows up to the last valid one leave."""
-    shape, rng, n = Shape(), np.random.default_rng(3), len(LENGTHS)
-    requests = make_requests(shape, LENGTHS, seed=3)
     chosen = {"all": slice(None), "every other": slice(0, None, 2), "the first": 0, "the last": -1}
-    is_valid = np.zeros(n, bool)
+    is_valid = np.zeros(len(LENGTHS), bool)
     is_valid[chosen[valid]] = True
-    batch, layer = rows_of(requests, is_valid), jnp.int32(1)
-    qkv = rng.standard_normal((n, 6, shape.head_dim)).astype(np.float32)
-    turn = angles(n, shape.head_dim, np.float32, rng)
-    outs = []
-    for columns in (n, 2 * n, 2 * n + 3, 5 * n):
-        config = DecodeConfig(programs=columns * shape.kv_heads, split_tokens=64)
-        if writes:
-            run_it = jax.jit(functools.partial(write_and_decode, interpret=True, config=config))
-            kv = requests.kv.replace(scratch=make_sharing(requests.kv, batch, config))
-            out, kv = run_it(qkv, *turn, kv, layer, batch)
-            outs.append(out)
-            assert columns == n or not np.any(kv.scratch.arrivals_rk)
-        else:
-            run_it = jax.jit(functools.partial(paged_decode, interpret=True, config=config))
-            outs.append(run_it(qkv[:, :2], requests.kv, layer, batch))
-    assert bits(outs[0])[is_valid].any() and not bits(outs[0])[~is_valid].any()
-    assert all(np.array_equal(bits(out), bits(outs[0])) for out in outs)
+    requests = make_requests(Shape(), LENGTHS, seed=3)
+    outs = outs_of(COLUMNS, requests, writes, is_valid, split_tokens=64)
+    assert outs[0][is_valid].any() and not outs[0][~is_valid].any()
+    assert all(np.array_equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize(
+    "shape, dtype, max_splits",
+    [
+        (Shape(heads=4), np.float32, 64),
+        (Shape(), jnp.bfloat16, 64),
+        (TRITON_SHAPES[2], jnp.bfloat16, 5),
+    ],
+    ids=lambda x: str(getattr(x, "__name__", x)),
+)
+def test_parts_folded_in_registers_have_the_bits_of_stored_ones(shape, dtype, max_splits, writes):
+    """Up to 13 splits, more than are read at once; doubled; none before a row's first token."""
+    requests = make_requests(shape, LENGTHS, seed=4)
+    requests.pool = requests.pool.astype(dtype)
+    config = dict(split_tokens=32, max_splits=max_splits, combine_splits=4)
+    folded, stored = outs_of(COLUMNS[:2], requests, writes, **config)
+    assert folded.any(axis=(1, 2)).all()
+    assert np.array_equal(folded, stored)
+
+
+@pytest.mark.parametrize("columns, stored", [(COLUMNS[0], False), (COLUMNS[1], True)])
+def test_a_rows_only_program_stores_no_parts(columns, stored):
+    shape = Shape()
+    requests, config = make_requests(shape, LENGTHS), DecodeConfig(programs=columns * 2)
+    call = functools.partial(paged_decode, interpret=True, config=config)
+    args = queries(shape), requests.kv, jnp.int32(1), rows_of(requests)
+    (kernel,) = (e for e in jax.make_jaxpr(call)(*args).eqns if e.primitive.name == "pallas_call")
+    assert len(kernel.outvars) == (5 if stored else 1)  # peaks, totals, sums, arrivals
+
+
+def random_part(peak_h, seed: int) -> Part:
+    rng, peak_h = np.random.default_rng(seed), np.array(peak_h, np.float32)
+    total_h, sum_hx = rng.uniform(1, 9, peak_h.shape), rng.standard_normal((*peak_h.shape, 4))
+    return Part(*(jnp.asarray(a, jnp.float32) for a in (peak_h, total_h, sum_hx)))
+
+
+@pytest.mark.parametrize("nothing_first", [True, False])
+def test_folding_nothing_leaves_a_part_as_it_is(nothing_first):
+    part = random_part([-3e4, -1.0, 0.0, 700.0], seed=0)
+    nothing = Part.nothing(4, 4)
+    folded = fold(nothing, part) if nothing_first else fold(part, nothing)
+    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(folded, part))
+    assert all(np.array_equal(a, b) for a, b in zip(fold(nothing, nothing), nothing))
+
+
+def test_a_fold_weighs_parts_by_their_peaks():
+    """Equal peaks, either higher, far apart."""
+    old, new = random_part([2, 1, -1, 500, -500], 1), random_part([2, -1, 1, -500, 500], 2)
+    folded = fold(old, new)
+    (p, t, s), (p2, t2, s2) = (tuple(np.asarray(a, np.float64) for a in x) for x in (old, new))
+    peak = np.maximum(p, p2)
+    weight, weight2 = 2.0 ** (p - peak), 2.0 ** (p2 - peak)
+    assert np.array_equal(folded.peak_h, peak)
+    assert error(folded.total_h, t * weight + t2 * weight2) <= 1e-6
+    assert error(folded.sum_hx, s * weight[:, None] + s2 * weight2[:, None]) <= 1e-6
 
 
 @pytest.mark.parametrize("max_splits", [1, 2, 3])
