@@ -224,7 +224,7 @@ def test_parts_folded_in_registers_have_the_bits_of_stored_ones(shape, dtype, ma
     """Up to 13 splits, more than are read at once; doubled; none before a row's first token."""
     requests = make_requests(shape, LENGTHS, seed=4)
     requests.pool = requests.pool.astype(dtype)
-    config = dict(split_tokens=32, max_splits=max_splits, combine_splits=4)
+    config = {"split_tokens": 32, "max_splits": max_splits, "combine_splits": 4}
     folded, stored = outs_of(COLUMNS[:2], requests, writes, **config)
     assert folded.any(axis=(1, 2)).all()
     assert np.array_equal(folded, stored)
