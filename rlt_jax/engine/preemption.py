@@ -168,7 +168,6 @@ class Preemption:
     def _preempt_for(self, starved: int) -> None:
         for slot in self._victims(self._slots.priority >= self._slots.priority[starved]):
             if self._pages_to_keep(slot) <= self._host.free_pages or not self._slots.sampled[slot]:
-                self._starved.pop(slot, None)
                 return self._pause(slot)
 
     def _victims(self, eligible: np.ndarray) -> Iterator[int]:
@@ -206,6 +205,7 @@ class Preemption:
 
     def _pause(self, slot: int) -> None:
         self._slots.paused[slot] = True
+        self._starved.pop(slot, None)
         self._staging.drop(slot)  # of a prompt, what is between its loops is lost
         self._leaving[slot] = None
         pages = self._pages_to_keep(slot)
