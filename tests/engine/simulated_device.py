@@ -3,8 +3,8 @@
 Every result is a pure function of the request's prompt, seed, position and depth, so that one can
 say beforehand what a request must give, whatever the schedule. Batches run in the order in which
 they were submitted, at any time before their results are collected. The device refuses what a real
-one would silently get wrong: a page of another request, history that was not written, a loop
-before the one it follows.
+one would silently get wrong: a page of another request, history that was not written, a prefix
+that is not complete, a loop before the one it follows.
 """
 
 import dataclasses
@@ -22,18 +22,11 @@ from rlt_jax.engine.types import (
     RowResult,
     RunnerOutput,
     SchedulerOutput,
-    SlotUpdate,
     Stage,
 )
 from tests.engine.fake_device import as_columns
-from tests.engine.simulated_model import (
-    FULL_DEPTH,
-    coda,
-    gate,
-    loop,
-    prelude,
-    read_prompt,
-)
+from tests.engine.simulated_kv import Limits, Prefix, SimulatedKV, Slot
+from tests.engine.simulated_model import FULL_DEPTH, coda, gate, loop, prelude
 
 FAILURES = (
     "batch error",
@@ -54,68 +47,8 @@ class ResetError(RuntimeError):
     """The device state could not be built."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a device is built for. max_rows: of a decode batch. chunk: prompt tokens of a row.
-
-    run_ahead: a loop may be submitted before the signal of the one before it is read. lag: loops
-    that a token still runs after the one whose signal makes it leave. incremental: block tables
-    may grow.
-    """
-
-    num_pages: int
-    planes: int
-    block_size: int
-    num_slots: int
-    max_rows: int
-    max_prompt_tokens: int
-    chunk: int
-    max_in_flight: int
-    tokens_per_dispatch: int
-    run_ahead: bool
-    lag: int
-    incremental: bool
-
-
 # Whether the signals of a token's loops so far make it leave, given min_loops and the threshold.
 Trigger = Callable[[Sequence[np.float32], int, float], bool]
-
-
-class Slot:
-    """One request on the device.
-
-    table: the block table that was sent last. Of the one that has arrived, with the batch that it
-    was sent with: cells: where the K/V of each position lies in a plane; marks: what tells its K/V
-    there from all others, without the depth; history: the K/V that later tokens must find, in each
-    plane.
-    signals: of the token's loops. left: the device has decided that it runs no further loop.
-    awaited: output index and loop of every signal that is asked for and not collected.
-    told_left: output index of the last token whose leaving was collected.
-    """
-
-    def __init__(self, generation: int, update: SlotUpdate, limits: Limits):
-        self.generation = generation
-        self.temperature, self.seed = update.temperature, update.seed
-        self.min_loops, self.threshold = update.min_loops, update.exit_threshold
-        self.block_size = limits.block_size
-        self.table = np.zeros(0, np.int64)
-        self.cells = np.zeros(0, np.int64)
-        self.history = np.zeros((limits.planes, 0), np.int64)
-        self.prompt_ended = False
-        self.text = self.hidden = self.token = 0
-        self.position = self.depth = self.sampled = 0
-        self.signals: list[np.float32] = []
-        self.left = False
-        self.awaited: list[tuple[int, int]] = []
-        self.told_left = -1
-
-    def set_table(self, table: np.ndarray) -> None:
-        """It arrives; nothing is written in its new pages."""
-        block, planes = self.block_size, len(self.history)
-        self.cells = (table[:, None] * block + np.arange(block)).reshape(-1)
-        self.marks = (self.generation << 20) + (np.arange(self.cells.size) << 4)
-        new = np.zeros((planes, self.cells.size - self.history.shape[1]), np.int64)
-        self.history = np.concatenate([self.history, new], axis=1)
 
 
 @dataclasses.dataclass(eq=False)
@@ -158,10 +91,7 @@ class SimulatedDevice:
     def _start_empty(self) -> None:
         self._lost = False
         self._slots: dict[int, Slot] = {}
-        self._owners = np.full(self.limits.num_pages, -1)  # of each page: a generation
-        self._cache = np.zeros(
-            (self.limits.planes, self.limits.num_pages * self.limits.block_size), np.int64
-        )
+        self._kv = SimulatedKV(self.limits)
         # What tells a prompt token's hidden state from all others: its mark and its loops.
         self._window = np.zeros(FULL_DEPTH * self.limits.max_prompt_tokens, np.int64)
         self._stream: deque[Ticket] = deque()  # submitted, not run
@@ -214,12 +144,18 @@ class SimulatedDevice:
         while ticket.output is None:
             self._run_next()
         self._uncollected.remove(ticket)
+        self._complete_prompts(ticket)
         leaves = ticket.output.rows.leaves
         for i, (token, depth) in ticket.signals.items():
             ticket.slots[i].awaited.remove((token, depth))
             if leaves is not None and leaves[i]:
                 ticket.slots[i].told_left = token
         return ticket.output
+
+    def served_prefixes(self) -> list[Prefix]:
+        """What requests found in cached pages since the last call."""
+        served, self._kv.served = self._kv.served, []
+        return served
 
     def reset(self) -> None:
         self._lose()
@@ -281,7 +217,7 @@ class SimulatedDevice:
         """The slots that are new or have grown, with their tables."""
         rows = batch.rows
         generations = dict(zip(rows.slot.tolist(), rows.generation.tolist(), strict=True))
-        busy = {slot.generation for ticket in self._uncollected for slot in ticket.slots}
+        in_flight = {slot for ticket in self._uncollected for slot in ticket.slots}
         for update in batch.slot_updates:
             generation = generations.pop(update.slot)  # a row of this batch, updated once
             slot = self._slots.get(update.slot)
@@ -291,23 +227,30 @@ class SimulatedDevice:
                 self.events["a table grew"] += 1
             else:
                 self._generations.add(generation)
-                assert slot is None or slot.generation not in busy, "its slot is still in use"
-                slot = self._slots[update.slot] = Slot(generation, update, self.limits)
-            table = np.array(update.block_table)
-            new = table[slot.table.size :]
-            assert (table[: slot.table.size] == slot.table).all(), "written pages are gone"
-            assert len(set(update.block_table)) == len(update.block_table)
-            assert all(0 <= page < self.limits.num_pages for page in update.block_table)
-            assert busy.isdisjoint(self._owners[new].tolist()), "a page is still in use"
-            self._owners[new] = generation
-            slot.table = table
-            yield slot, table
+                assert slot not in in_flight, "its slot is still in use"
+                cached = int(rows.position[rows.slot == update.slot].min())
+                slot = self._slots[update.slot] = Slot(generation, update, self.limits, cached)
+            busy = {page for other in in_flight - {slot} for page in other.table.tolist()}
+            given_up = self._kv.give(slot, update.block_table, busy)
+            self.events["a completed page was given up"] += given_up * self.limits.caches_prefixes
+            yield slot, slot.table
 
     def _slot_of(self, number: int, generation: int) -> Slot:
         slot = self._slots[number]
         assert slot.generation == generation, "the slot was not set for this request"
-        assert (self._owners[slot.table] == generation).all(), "a page went to another request"
+        self._kv.check_owner(slot)
         return slot
+
+    def _complete_prompts(self, ticket: Ticket) -> None:
+        """Prompt tokens whose loops are all collected."""
+        batch = ticket.batch
+        if batch.rows.num_decode == len(batch.rows):
+            return
+        loops = batch.num_loops if batch.stage is Stage.MIXED else 1
+        last = (batch.rows.size > 0) & (batch.rows.depth + loops > FULL_DEPTH)
+        ends = batch.rows.position + batch.rows.size
+        for i in np.flatnonzero(last).tolist():
+            self._kv.complete(ticket.slots[i], int(ends[i]))
 
     def _await_signals(self, ticket: Ticket) -> None:
         """No loop starts before the signals are read that may keep it from starting."""
@@ -340,7 +283,7 @@ class SimulatedDevice:
     def _run_next(self) -> None:
         ticket = self._stream.popleft()
         for slot, table in ticket.tables:
-            slot.set_table(table)
+            self._kv.set_table(slot, table)
         run = {Stage.PREFILL: self._prefill, Stage.TOKENS: self._whole_tokens}
         run_row = run.get(ticket.batch.stage, self._decode)
         batch = ticket.batch
@@ -356,10 +299,10 @@ class SimulatedDevice:
         assert row.depth == FULL_DEPTH and not (row.exit_depth or row.reads_gate)
         start, end = row.position, row.position + len(row.tokens)
         for depth in range(1, self.limits.planes + 1):
-            self._read_prompt(slot, start, depth)
+            self._kv.read_prompt(slot, start, depth)
         self._read_tokens(row, slot)
         for position in range(start, end):
-            self._keep(slot, position, FULL_DEPTH)
+            self._kv.keep(slot, position, FULL_DEPTH)
         if row.ends_prompt:
             for depth in range(1, FULL_DEPTH + 1):
                 slot.hidden = loop(slot.hidden, depth)
@@ -385,23 +328,19 @@ class SimulatedDevice:
             found = self._window[row.window : row.window + row.size]
             expected = slot.marks[row.position : row.position + row.size] + depth - 1
             assert (found == expected).all(), "the window has other hidden states"
-        self._read_prompt(slot, row.position, depth)
+        self._kv.read_prompt(slot, row.position, depth)
 
     def _write_chunk(self, row: Row, slot: Slot, depth: int) -> None:
         place = slice(row.position, row.position + row.size)
-        written = slot.marks[place] + depth
-        self._window[row.window : row.window + row.size] = written
-        self._cache[depth - 1, slot.cells[place]] = slot.history[depth - 1, place] = written
+        self._window[row.window : row.window + row.size] = slot.marks[place] + depth
+        self._kv.write_prompt(slot, place, depth)
         if row.ends_prompt:
             slot.hidden = loop(slot.hidden, depth)
             if depth == FULL_DEPTH:
                 self._end_prompt(slot)
 
     def _read_tokens(self, row: Row, slot: Slot) -> None:
-        for token in row.tokens:
-            slot.text = read_prompt(slot.text, token)
-        slot.position = row.position + len(row.tokens)
-        assert slot.position <= slot.cells.size
+        self._kv.read_tokens(slot, row.tokens)
         if row.ends_prompt:
             slot.hidden = prelude(slot.text, slot.position - 1, row.tokens[-1])
 
@@ -465,46 +404,17 @@ class SimulatedDevice:
             slot.hidden = prelude(slot.text, slot.position, slot.token)
         slot.hidden = loop(slot.hidden, depth)
         slot.depth = depth
-        self._read_history(slot, slot.position, depth)
-        plane = self._plane(depth)
-        self._cache[plane, slot.cells[slot.position]] = slot.marks[slot.position] + depth
+        self._kv.read_history(slot, slot.position, depth)
+        self._kv.write(slot, slot.position, depth)
 
     def _coda(self, batch: SchedulerOutput, row: Row, slot: Slot, output_index: int) -> int:
         assert slot.prompt_ended and slot.depth == row.exit_depth > 0
         assert slot.sampled == output_index
         position, depth = slot.position, slot.depth
-        written = self._cache[self._plane(depth), slot.cells[position]]
-        assert written == slot.marks[position] + depth, "its own K/V is not there"
-        self._keep(slot, position, depth)
+        self._kv.check_written(slot, position, depth)
+        self._kv.keep(slot, position, depth)
         draws = batch.samples and slot.temperature > 0
         slot.token = coda(slot.hidden, (slot.seed, output_index) if draws else ())
         slot.sampled, slot.position, slot.depth = slot.sampled + 1, position + 1, 0
         slot.signals, slot.left = [], False
         return slot.token
-
-    # -- K/V --------------------------------------------------------------------------------------
-
-    def _plane(self, depth: int) -> int:
-        return min(depth, self.limits.planes) - 1
-
-    def _keep(self, slot: Slot, position: int, exit_depth: int) -> None:
-        """Finalizes a token's K/V: in the planes beyond its exit depth, a copy of that depth's."""
-        kept = slot.marks[position] + exit_depth
-        if self.limits.planes > 1:
-            kept = slot.marks[position] + np.minimum(_DEPTHS, exit_depth)
-        self._cache[:, slot.cells[position]] = kept
-        slot.history[:, position] = kept
-
-    def _read_history(self, slot: Slot, end: int, depth: int) -> None:
-        plane = self._plane(depth)
-        found = self._cache[plane, slot.cells[:end]]
-        assert (found == slot.history[plane, :end]).all(), "history is not what was written"
-
-    def _read_prompt(self, slot: Slot, end: int, depth: int) -> None:
-        """A chunk reads the prompt before it, which has run this loop, or all of them."""
-        expected = slot.marks[:end] + (depth if self.limits.planes > 1 else FULL_DEPTH)
-        found = self._cache[self._plane(depth), slot.cells[:end]]
-        assert (found == expected).all(), "the prompt before it has not run this loop"
-
-
-_DEPTHS = np.arange(1, FULL_DEPTH + 1)

@@ -1,5 +1,8 @@
 """The model of the simulated device: hashes of integers, which are the same in every process."""
 
+import functools
+from collections.abc import Sequence
+
 import numpy as np
 
 FULL_DEPTH = 4
@@ -9,6 +12,11 @@ VOCAB_SIZE = 29
 def read_prompt(text: int, token: int) -> int:
     """What the device knows of a prompt after one more token."""
     return hash((text, token))
+
+
+def read_text(tokens: Sequence[int]) -> int:
+    """What the device knows of a whole text."""
+    return functools.reduce(read_prompt, tokens, 0)
 
 
 def prelude(text: int, position: int, token: int) -> int:

@@ -15,9 +15,17 @@ from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
 from rlt_jax.engine.request import Request
 from rlt_jax.engine.scheduler import Scheduler
 from rlt_jax.outputs import RequestOutput
-from tests.engine.simulated_device import Interrupt, Limits, ResetError, SimulatedDevice
-from tests.engine.simulated_model import FULL_DEPTH, VOCAB_SIZE
-from tests.engine.workloads import EXIT_MODES, Ask, Workload, expected_output
+from tests.engine.simulated_device import Interrupt, ResetError, SimulatedDevice
+from tests.engine.simulated_kv import Limits
+from tests.engine.simulated_model import FULL_DEPTH, VOCAB_SIZE, read_text
+from tests.engine.workloads import (
+    EXIT_MODES,
+    Ask,
+    Choices,
+    Workload,
+    expected_output,
+    make_workload,
+)
 
 
 class Simulation:
@@ -120,6 +128,7 @@ class Simulation:
         if not self._raised:
             live = {self._requests[number].generation for number in self._live}
             assert not live & newly_refused
+        self._check_prefixes()
         self._check_stats()
 
     def _told(self, output: RequestOutput, all_failed: bool, refused: set[int]) -> None:
@@ -150,23 +159,63 @@ class Simulation:
         assert output.token_ids[:count] == before.token_ids
         assert len(output.token_ids) > count or output.finish_reason in ("abort", "error")
 
+    def _check_prefixes(self) -> None:
+        """What came from the cache is what was asked for, and was there to be shared."""
+        by_generation = {request.generation: request for request in self._requests.values()}
+        for prefix in self.device.served_prefixes():
+            reader = by_generation[prefix.reader]
+            count = prefix.num_tokens
+            assert count == reader.cached_tokens < len(reader.prompt)
+            assert prefix.text == read_text(reader.prompt[:count]), "a cached page of other tokens"
+            writers = [by_generation[writer] for writer in prefix.writers]
+            salts = {writer.params.cache_salt for writer in writers}
+            assert salts == {reader.params.cache_salt}, "a cached page of another salt"
+            self.events["prefix from the cache"] += 1
+            whole = len(reader.prompt) - count == self.workload.block_size
+            self.events["prefix of all pages but the last"] += whole
+            self.events["prefix of several requests"] += len(writers) > 1
+            self.events["prefix of an unfinished prompt"] += not all(w.finished for w in writers)
+            self.events["prefix of a cancelled prompt"] += any(
+                w.finish_reason == "abort" and not w.tokens for w in writers
+            )
+
     def _check_stats(self) -> None:
         core, workload = self.core, self.workload
         stats = core.scheduler.stats()
         tables = core.scheduler.block_tables()
-        pages = [page for table in tables.values() for page in table]
-        assert len(set(pages)) == len(pages)
+        pages = self._pages_in_use()
         assert stats["total_blocks"] == workload.num_pages * workload.planes
-        used = stats["total_blocks"] - stats["free_blocks"]
-        assert len(pages) * workload.planes <= used <= stats["total_blocks"]
-        assert 0 <= stats["reserved_blocks"] <= stats["free_blocks"]
+        unused = stats["free_blocks"] + stats["cached_blocks"]
+        used = len(pages) * workload.planes
+        assert used + unused == stats["total_blocks"], "not every block is in one place"
+        assert 0 <= stats["cached_blocks"] <= stats["total_blocks"]
+        assert workload.caches_prefixes or not stats["cached_blocks"]
+        assert 0 <= stats["reserved_blocks"] <= unused, "a request may run out of blocks"
         assert workload.incremental or not stats["reserved_blocks"]
-        assert used or not stats["running"]
+        assert bool(pages) == bool(stats["running"])
         assert len(tables) <= stats["running"] <= workload.scheduling.max_num_seqs
         assert stats["prefill"] + stats["recurrent"] + stats["coda"] <= stats["running"]
         assert stats["staged"] <= stats["prefill"]
         assert 0 <= stats["waiting"] <= len(self._live) or self._raised
         self.events["waiting for a slot or blocks"] += stats["waiting"] > 0
+
+    def _pages_in_use(self) -> set[int]:
+        """Those of all requests that have a slot; what two have in common is the same for both."""
+        size = self.workload.block_size
+        holders: dict[int, tuple[Request, int]] = {}  # with the index in its table
+        for request in self._requests.values():
+            if request.slot is None:
+                continue
+            for i, page in enumerate(self.core.scheduler.kv.table(request.generation)):
+                other, index = holders.setdefault(page, (request, i))
+                if other is not request:
+                    end = (i + 1) * size
+                    inside = end <= min(len(request.prompt), len(other.prompt))
+                    same = inside and request.prompt[:end] == other.prompt[:end]
+                    assert index == i and same, "a page of two prompts"
+                    salts = {request.params.cache_salt, other.params.cache_salt}
+                    assert len(salts) == 1, "a page of two salts"
+        return set(holders)
 
     def _check_end(self) -> None:
         for ask in self._added():
@@ -182,12 +231,14 @@ class Simulation:
             assert output.exit_depths == tuple(depths[:count])
             logprobs = None if ask.params.logprobs is None else (-0.5,) * count
             assert output.logprobs == logprobs
+            assert output.num_cached_tokens % self.workload.block_size == 0
             self.events.update(f"exit at {depth}" for depth in depths[1:count])
         assert not self._live
         self._check_overtaking()
         self._check_totals()
         stats = self.core.scheduler.stats()
-        assert stats.pop("free_blocks") == stats.pop("total_blocks")
+        cached = stats.pop("cached_blocks")
+        assert stats.pop("free_blocks") + cached == stats.pop("total_blocks")
         assert set(stats.values()) == {0}, stats
         assert self.core.scheduler.block_tables() == {}
         if self.workload.exit_mode == "trace":
@@ -219,6 +270,9 @@ class Simulation:
         depths = [depth for output in self._outputs.values() for depth in output.exit_depths]
         assert totals["output_tokens"] == len(depths)
         assert totals["mean_depth"] == (np.mean(depths) if depths else None)
+        admitted = [one for one in self._requests.values() if one.admitted is not None]
+        assert totals["prompt_tokens"] == sum(len(one.prompt) for one in admitted)
+        assert totals["cached_prompt_tokens"] == sum(one.cached_tokens for one in admitted)
         if all(output.finish_reason == "length" for output in self._outputs.values()):
             assert totals["idle_row_loops"] == self.events["loops in vain"]
 
@@ -231,7 +285,14 @@ def build(workload: Workload, clock: Callable[[], float]) -> tuple[EngineCore, S
     geometry = KVGeometry(workload.num_pages, workload.planes, workload.block_size)
     kv = KVAccounting(geometry, workload.incremental, workload.watermark_ratio)
     scheduler = Scheduler(
-        scheduling, limits, policy, kv, workload.tokens_per_dispatch, workload.run_ahead, clock
+        scheduling,
+        limits,
+        policy,
+        kv,
+        workload.tokens_per_dispatch,
+        workload.run_ahead,
+        workload.caches_prefixes,
+        clock=clock,
     )
     sizes = Limits(
         num_pages=workload.num_pages,
@@ -246,6 +307,7 @@ def build(workload: Workload, clock: Callable[[], float]) -> tuple[EngineCore, S
         run_ahead=workload.run_ahead,
         lag=mode.lag,
         incremental=workload.incremental,
+        caches_prefixes=workload.caches_prefixes,
     )
     decides = mode.triggers if workload.device_decides else None
     device = SimulatedDevice(sizes, workload.failures, workload.lateness, decides)
@@ -254,3 +316,12 @@ def build(workload: Workload, clock: Callable[[], float]) -> tuple[EngineCore, S
 
 def simulate(workload: Workload) -> Counter:
     return Simulation(workload).run()
+
+
+def simulate_seed(seed: int) -> Counter:
+    """The workload of this seed, which a failure names."""
+    try:
+        return simulate(make_workload(Choices(seed)))
+    except BaseException as error:
+        error.add_note(f"to run this workload alone: RLT_SIMULATOR_SEED={seed}")
+        raise

@@ -63,6 +63,7 @@ class Workload:
     planes: int
     block_size: int
     incremental: bool
+    caches_prefixes: bool
     watermark_ratio: float
     max_in_flight: int
     tokens_per_dispatch: int
@@ -93,12 +94,16 @@ def make_workload(choices: Choices) -> Workload:
     count = choices.one_of((1, 2, 4, 8, 16, 40))
     last_arrival = choices.one_of((0, 20, 100))
     full_depth = choices.chance(25)
-    asks = tuple(_make_ask(choices, i, count, last_arrival, full_depth) for i in range(count))
     planes, block_size = choices.one_of((1, FULL_DEPTH)), choices.one_of((1, 2, 4, 16))
+    shared = choices.integer(1, 3) * block_size
+    asks = tuple(
+        _make_ask(choices, i, count, last_arrival, full_depth, _make_prompt(choices, i, shared))
+        for i in range(count)
+    )
     pages = sorted(-(-ask.positions // block_size) for ask in asks)
     num_pages = pages[-1]  # the largest one fits, alone
     if choices.chance(80):
-        num_pages += choices.integer(0, 2 * sum(pages))
+        num_pages += choices.integer(0, choices.one_of((2, sum(pages), 2 * sum(pages))))
     elif choices.chance(20):
         num_pages = pages[len(pages) // 2]  # and some never
     max_batched_tokens = choices.integer(1, 64)
@@ -128,6 +133,7 @@ def make_workload(choices: Choices) -> Workload:
         planes=planes,
         block_size=block_size,
         incremental=choices.chance(50),
+        caches_prefixes=planes > 1 and choices.chance(80),
         watermark_ratio=choices.one_of((0.0, 0.1, 0.5)),
         max_in_flight=choices.integer(1, 3),
         tokens_per_dispatch=choices.one_of((1, 2, 4)),
@@ -142,8 +148,28 @@ def make_workload(choices: Choices) -> Workload:
     )
 
 
+def _make_prompt(choices: Choices, number: int, shared: int) -> tuple[int, ...]:
+    """shared: tokens that some prompts begin with, one more or less: where they are the same, and
+    where they are but for the first one."""
+
+    def tokens(first: int, step: int, count: int) -> list[int]:
+        return [first, *((step * 7 + i * i) % VOCAB_SIZE for i in range(1, count))][:count]
+
+    beginning = []
+    if choices.chance(80):
+        beginning = tokens(choices.integer(0, 1), 0, shared + choices.integer(-1, 1))
+    # The rest may be nothing at all, or a beginning that is not shared.
+    rest = tokens(number % VOCAB_SIZE, number, choices.chance(80) * choices.integer(1, 60))
+    return tuple((beginning + rest) or [number % VOCAB_SIZE])
+
+
 def _make_ask(
-    choices: Choices, number: int, count: int, last_arrival: int, full_depth: bool
+    choices: Choices,
+    number: int,
+    count: int,
+    last_arrival: int,
+    full_depth: bool,
+    prompt: tuple[int, ...],
 ) -> Ask:
     max_tokens = choices.integer(1, 12)
     max_loops = None if full_depth else choices.one_of((None, *range(1, FULL_DEPTH + 1)))
@@ -159,11 +185,12 @@ def _make_ask(
         stop_token_ids=(choices.integer(0, VOCAB_SIZE - 1),) if choices.chance(30) else (),
         logprobs=0 if choices.chance(20) else None,
         priority=choices.integer(-1, 1),
+        cache_salt=choices.one_of((None, None, None, "salt")),
     )
     arrives = choices.integer(0, last_arrival)
     ask = Ask(
         name=f"name {choices.integer(0, 2 * count)}",  # some ask for a name that is in use
-        prompt=tuple((number * 7 + i * i) % VOCAB_SIZE for i in range(choices.integer(1, 60))),
+        prompt=prompt,
         params=params,
         depths=(),
         arrives=arrives,
@@ -233,9 +260,7 @@ EXIT_MODES = {
 
 def expected_output(ask: Ask, workload: Workload) -> tuple[list[int], list[int], str]:
     """Tokens, exit depths and the finish reason of a request that nothing comes in between of."""
-    params, text = ask.params, 0
-    for token in ask.prompt:
-        text = model.read_prompt(text, token)
+    params, text = ask.params, model.read_text(ask.prompt)
     last, tokens, depths = ask.prompt[-1], [], []
     for i in range(params.max_tokens):
         hidden = model.prelude(text, len(ask.prompt) - 1 + i, last)
