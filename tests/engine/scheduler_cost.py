@@ -61,22 +61,38 @@ class Cost:
         return self.schedule + self.update
 
 
-def measure(case: Case, requests: int = 128, steps: int = 300, waiting: int = 0) -> Cost:
+def measure(
+    case: Case,
+    requests: int = 128,
+    steps: int = 300,
+    waiting: int = 0,
+    shared: int = 0,
+    changing: bool = False,
+) -> Cost:
     """waiting: further requests, which have a slot but no blocks: each step looks for one that
-    fits."""
+    fits. shared: prompt tokens that all begin with, where prefixes are cached. changing: before
+    each step something changes which prefixes are held."""
     limits = ModelLimits(97, FULL_DEPTH, max_positions=2 * MAX_TOKENS, eos_token_ids=(0,))
-    pages = requests * (MAX_TOKENS // 16 + 1)
+    prompt = [1] * (shared + 8)
+    pages = requests * -(-(len(prompt) + MAX_TOKENS - 1) // 16)
     kv = KVAccounting(KVGeometry(pages, planes=FULL_DEPTH, block_size=16))
     slots = requests + (waiting > 0)
     config = SchedulerConfig(max_num_seqs=slots, max_num_batched_tokens=2048).resolve("cpu")
-    scheduler = Scheduler(config, limits, case.policy, kv, run_ahead=case.run_ahead)
+    scheduler = Scheduler(
+        config,
+        limits,
+        case.policy,
+        kv,
+        run_ahead=case.run_ahead,
+        caches_prefixes=shared > 0,
+    )
     hazards = np.random.default_rng(1).random(4096).tolist()
     device = FakeDevice(hazard=lambda g, position, loop: hazards[(g + 7 * position + loop) % 4096])
     for i in range(requests + waiting):
         scheduler.add(
             make_request(
                 str(i),
-                [1] * 8,
+                prompt,
                 dataclasses.replace(case.params, seed=i),
                 generation=i,
                 arrived=0.0,
@@ -87,6 +103,8 @@ def measure(case: Case, requests: int = 128, steps: int = 300, waiting: int = 0)
         )
     times: list[Sequence[float]] = []  # of steps in which all run
     while len(times) < steps:
+        if changing and times:
+            kv.publish(0, (), first=0)
         start = time.perf_counter()
         batch = scheduler.schedule()
         scheduled = time.perf_counter()
@@ -107,11 +125,14 @@ def main(requests: int = 128) -> None:
     for waiting in WAITING:
         case = cases(requests)["ouro, gates"]
         show(f"ouro, gates, {waiting:,} waiting", measure(case, requests, waiting=waiting))
+    for changing in (False, True):  # a step admits 64, and none is to begin behind another
+        cost = measure(case, requests=64, waiting=100, shared=1024, changing=changing)
+        show(f"64 running, 64 pages shared{', changing' * changing}, 100 waiting", cost)
 
 
 def show(name: str, cost: Cost) -> None:
     parts = f"{cost.schedule:.0f} + {cost.update:.0f}, {cost.rows:.0f} rows"
-    print(f"{name:30} {cost.total:5.0f}  ({parts})")
+    print(f"{name:50} {cost.total:5.0f}  ({parts})")
 
 
 if __name__ == "__main__":
