@@ -25,6 +25,7 @@ from rlt_jax.engine.preemption import HostMemory, Preemption
 from rlt_jax.engine.prefix_cache import page_hashes
 from rlt_jax.engine.progress import Progress
 from rlt_jax.engine.request import Request
+from rlt_jax.engine.seating import Seating
 from rlt_jax.engine.slots import ENDED, RequestStage, Slots
 from rlt_jax.engine.staging import Staging
 from rlt_jax.engine.types import (
@@ -69,9 +70,6 @@ class Scheduler:
         self._caches_prefixes = caches_prefixes
         self._host = HostMemory(host_pages)
         self._pages_per_transfer = pages_per_transfer
-        # Pages that running requests may still need are reserved, unless they can be had by
-        # preemption.
-        self._overcommits = config.enable_preemption and kv.incremental
         self._clock = clock
         self._waiting = WaitingRequests(config)
         self._by_id: dict[str, Request] = {}
@@ -85,7 +83,6 @@ class Scheduler:
             "cached_prompt_tokens": 0,
             "preemptions": 0,
         }
-        self._shared: tuple[int, dict[int, int]] = (-1, {})
         self._start_empty()
 
     # -- what the engine asks and tells --------------------------------------------------------
@@ -156,7 +153,7 @@ class Scheduler:
             request.page_hashes = page_hashes(request.prompt, size, salt)
         self._by_id[request.id] = request
         self._by_generation[request.generation] = request
-        self._waiting.add(request, self._promise(request))
+        self._seating.wait(request)
 
     def find(self, request_id: str) -> Request | None:
         """The unfinished request of this id, to look at."""
@@ -238,6 +235,16 @@ class Scheduler:
             self._pages_per_transfer,
             self._wait_again,
         )
+        self._seating = Seating(
+            config,
+            full_depth,
+            self._policy,
+            self._kv,
+            self._waiting,
+            self._slots,
+            self._host,
+            self._preemption,
+        )
         self._transferred = False
 
     def discard(self, batch: SchedulerOutput) -> None:
@@ -302,79 +309,17 @@ class Scheduler:
         self._sequence += 1
         return updates
 
-    # -- who comes in ----------------------------------------------------------------------------
-
     def _admit(self) -> None:
-        """Gives requests a slot and blocks while there are any, reserved ones for what each may
-        still need included, unless those can be had by preemption."""
-        preemption = self._preemption
-        if self._slots.has_free and not preemption.is_short_of_pages:
-            for request in self._waiting.admissible(
-                self._kv.room, self._shared_positions, only_first=preemption.is_making_way
-            ):
-                self._seat(request)
-                if not self._slots.has_free:
-                    break
-        first = self._waiting.first
-        if first is not None and self._config.enable_preemption:
-            shared = self._kv.pages(self._shared_positions(first))
-            lacking = self._kv.pages(self._promise(first)) - shared
-            preemption.make_way(self._priority(first), lacking)
-
-    def _seat(self, request: Request) -> None:
-        """Takes a request out of those that wait."""
-        owner, kv, slots = request.generation, self._kv, self._slots
-        promise, saved = self._promise(request), self._host.take(owner)
-        if saved is not None:
-            kv.allocate(owner, saved.positions, promise)
-        else:
-            prefix = kv.find_prefix(self._reusable(request))
-            kv.allocate(owner, len(request.prompt), promise, prefix)
-            request.cached_tokens = len(prefix) * kv.geometry.block_size
-        if request.admitted is None:
-            request.admitted = self._clock()
-            self._counts["prompt_tokens"] += len(request.prompt)
-            self._counts["cached_prompt_tokens"] += request.cached_tokens
-        demand = kv.pages(request.max_positions)
-        slots.fill(request, self._policy, self._limits.full_depth, self._priority(request), demand)
-        slots.capacity[request.slot] = kv.capacity(owner)
-        if saved is not None:
-            self._preemption.come_back(request.slot, saved)
+        for request in self._seating.admit():
+            if request.admitted is None:
+                request.admitted = self._clock()
+                self._counts["prompt_tokens"] += len(request.prompt)
+                self._counts["cached_prompt_tokens"] += request.cached_tokens
 
     def _wait_again(self, request: Request) -> None:
         """It leaves its slot."""
         self._counts["preemptions"] += 1
-        self._waiting.add(request, self._promise(request))
-
-    def _promise(self, request: Request) -> int:
-        """Positions that a request must have room for to come in."""
-        if not self._overcommits:
-            return request.max_positions
-        saved = self._host.saved_positions(request.generation)
-        if saved is None:
-            return len(request.prompt)
-        return min(saved + 1, request.max_positions)
-
-    def _priority(self, request: Request) -> int:
-        """Lower is more urgent."""
-        return request.params.priority if self._config.policy == "priority" else 0
-
-    def _reusable(self, request: Request) -> tuple[bytes, ...]:
-        """The pages that may come from the cache: the last prompt token is always computed, since
-        its hidden state gives the first output."""
-        return request.page_hashes[: (len(request.prompt) - 1) // self._kv.geometry.block_size]
-
-    def _shared_positions(self, request: Request) -> int:
-        """Those of a waiting request whose pages others hold. Kept while nothing has changed: at
-        every step the same requests are looked at."""
-        if not request.page_hashes:
-            return 0
-        changes, kept = self._shared
-        if changes != self._kv.changes:
-            changes, kept = self._shared = (self._kv.changes, {})
-        if request.generation not in kept:
-            kept[request.generation] = self._kv.shared_positions(self._reusable(request))
-        return kept[request.generation]
+        self._seating.wait(request)
 
     def _extend_tables(self, choice: Choice) -> list[int]:
         """Blocks for decode rows that come to a new page; their tables go up with the batch.
@@ -388,7 +333,7 @@ class Scheduler:
             slot_n[lacking].tolist(), last_position[lacking].tolist(), strict=True
         ):
             owner = slots.request[slot].generation
-            if self._overcommits and not self._kv.can_extend(owner, position + 1):
+            if not self._kv.can_extend(owner, position + 1):
                 self._preemption.starve(slot, position + 1)
                 starved.append(slot)
                 continue
