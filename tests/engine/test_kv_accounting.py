@@ -305,12 +305,22 @@ class Accounting(RuleBasedStateMachine):
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
     def extend(self, data):
+        """Up to what was promised always, and beyond it while there is something to spare."""
         owner, one = self.draw_owner(data)
-        positions = data.draw(st.integers(1, one.promised))
+        positions = data.draw(st.integers(1, one.promised + 12))
+        pages = -(-positions // 4)
+        spare = len(self.free) + len(self.idle) - sum(map(reserved, self.owners.values()))
+        fits = pages - len(one.table) <= reserved(one) + spare
+        assert fits or positions > one.promised
+        assert self.kv.can_extend(owner, positions) == fits
+        if not fits:
+            with pytest.raises(ValueError, match=f"owner {owner} was given"):
+                self.kv.extend(owner, positions)
+            return
         before, one.table = one.table, self.kv.extend(owner, positions)
         assert one.table[: len(before)] == before
         assert self.kv.capacity(owner) == 4 * len(one.table) >= positions
-        assert len(one.table) == max(len(before), -(-positions // 4))
+        assert len(one.table) == max(len(before), pages)
         self.take(one.table[len(before) :])
 
     @precondition(lambda self: self.owners)
@@ -365,7 +375,10 @@ class Accounting(RuleBasedStateMachine):
         assert held | set(self.idle) | self.free == set(range(12))
         assert self.kv.free_blocks == 3 * len(self.free)
         assert self.kv.cached_blocks == 3 * len(self.idle)
-        assert all(self.kv.table(owner) == one.table for owner, one in self.owners.items())
+        for owner, one in self.owners.items():
+            assert self.kv.table(owner) == one.table
+            alone = [page for page in one.table if self.holders(page) == 1]
+            assert self.kv.pages_alone(owner) == len(alone)
 
     @invariant()
     def every_page_holds_what_it_is_known_for(self):
@@ -377,9 +390,13 @@ class Accounting(RuleBasedStateMachine):
 
     @invariant()
     def what_was_promised_is_there(self):
-        lacking = sum(-(-o.promised // 4) - len(o.table) for o in self.owners.values())
-        assert self.kv.reserved_blocks == 3 * lacking
+        assert self.kv.reserved_blocks == 3 * sum(map(reserved, self.owners.values()))
         assert self.kv.reserved_blocks <= self.kv.free_blocks + self.kv.cached_blocks
+
+
+def reserved(one: Owner) -> int:
+    """Pages promised and not given yet."""
+    return max(-(-one.promised // 4) - len(one.table), 0)
 
 
 def hash_of(content: Content) -> bytes:
