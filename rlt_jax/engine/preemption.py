@@ -199,7 +199,9 @@ class Preemption:
         return int(slots.position[slot] + (slots.depth[slot] > 0))
 
     def _pages_to_keep(self, slot: int) -> int:
-        return self._kv.pages(self._positions_to_keep(slot))
+        """In host memory, where each transfer takes as much as a full one."""
+        pages, at_once = self._kv.pages(self._positions_to_keep(slot)), self._pages_per_transfer
+        return -(-pages // at_once) * at_once
 
     # -- leaving ---------------------------------------------------------------------------------
 
