@@ -1,7 +1,8 @@
 """Which KV pages belong to whom: host-side bookkeeping only."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rlt_jax.engine.prefix_cache import PrefixCache
 
@@ -57,8 +58,13 @@ class KVAccounting:
     @property
     def available_blocks(self) -> int:
         """Those that one more owner can have."""
+        return max(self._headroom, 0)
+
+    @property
+    def _headroom(self) -> int:
+        """Blocks promised to nobody, less the watermark."""
         watermark = self._watermark if self._tables else 0
-        return max(self._spare_pages * self.geometry.planes - watermark, 0)
+        return self._spare_pages * self.geometry.planes - watermark
 
     @property
     def _spare_pages(self) -> int:
@@ -133,9 +139,23 @@ class KVAccounting:
         lacking = self.pages(positions) - len(self._tables[owner])
         return lacking <= self._reserved[owner] + self._spare_pages
 
-    def pages_alone(self, owner: int) -> int:
-        """Pages that no other owner holds: what others could have if it left."""
-        return sum(self._holders[page] == 1 for page in self._tables[owner])
+    def lacking(
+        self, positions: int, hashes: Sequence[bytes], leavers: Iterable[int]
+    ) -> Iterator[int]:
+        """Pages that one more owner of so many positions, the first of them known by these hashes,
+        would lack: as it is, and after each of these owners has left."""
+        prefix = set(self._cache.find(hashes))
+        lacking = self.pages(positions) - self._held(prefix)
+        lacking -= self._headroom // self.geometry.planes
+        yield lacking
+        left: Counter[int] = Counter()
+        for owner in leavers:
+            lacking -= self._reserved[owner]
+            for page in self._tables[owner]:
+                left[page] += 1
+                # Those of the prefix stay, for the one that comes.
+                lacking -= left[page] == self._holders[page] and page not in prefix
+            yield lacking
 
     def table(self, owner: int) -> tuple[int, ...]:
         return self._tables[owner]
@@ -179,7 +199,7 @@ class KVAccounting:
             self._cache.put(page_hash, page)
         self.changes += 1
 
-    def _held(self, prefix: Sequence[int]) -> int:
+    def _held(self, prefix: Collection[int]) -> int:
         """How many of these pages owners hold."""
         return sum(not self._cache.is_idle(page) for page in prefix)
 

@@ -6,7 +6,7 @@ they come back the same way, and it goes on where it stood.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,13 +35,13 @@ class HostMemory:
     request leaves until it is back, or has ended."""
 
     def __init__(self, num_pages: int):
-        self._free = num_pages
+        self._num_pages = num_pages
         self._pages: dict[int, int] = {}
         self._saved: dict[int, Saved] = {}
 
     @property
     def free_pages(self) -> int:
-        return self._free
+        return self._num_pages - self.used_pages
 
     @property
     def used_pages(self) -> int:
@@ -53,7 +53,6 @@ class HostMemory:
 
     def reserve(self, generation: int, pages: int) -> None:
         self._pages[generation] = pages
-        self._free -= pages
 
     def holds(self, generation: int) -> bool:
         """Whether pages are reserved for it."""
@@ -73,7 +72,7 @@ class HostMemory:
 
     def forget(self, generation: int) -> None:
         self._saved.pop(generation, None)
-        self._free += self._pages.pop(generation, 0)
+        self._pages.pop(generation, None)
 
     def keep_only(self, generations: Iterable[int]) -> None:
         """The others have ended."""
@@ -114,29 +113,20 @@ class Preemption:
 
     # -- victims ---------------------------------------------------------------------------------
 
-    def make_way(self, priority: int, pages: int) -> None:
-        """Pauses requests less urgent than one that waits, and lacks a slot or some of its pages.
-        None of them, where that would not do."""
-        slots, kv = self._slots, self._kv
-        needs_slot = not slots.has_free and not self._leaving
-        coming = sum(map(self._pages_of, self._leaving))
-        lacking = pages - kv.available_blocks // kv.geometry.planes - coming
-        chosen: list[int] = []
-        room = self._host.free_pages
-        for slot in self._victims(slots.priority > priority):
-            if lacking <= 0 and not needs_slot:
-                break
-            kept = self._pages_to_keep(slot)
-            if kept <= room:
-                room -= kept
-            elif slots.sampled[slot]:
-                continue
-            chosen.append(slot)
-            lacking -= self._pages_of(slot)
-            needs_slot = False
-        if lacking <= 0 and not needs_slot:
-            for slot in chosen:
-                self._pause(slot)
+    def make_way(self, priority: int, positions: int, hashes: Sequence[bytes]) -> None:
+        """Pauses requests less urgent than one that waits, and lacks a slot, or pages for so many
+        positions, which may begin with those of these hashes. Nobody, where that would not do."""
+        slots, num_leaving = self._slots, len(self._leaving)
+        candidates = list(self._able_to_leave(slots.priority > priority))
+        if not candidates:
+            return
+        owners = [slots.request[slot].generation for slot in (*self._leaving, *candidates)]
+        least = num_leaving or int(not slots.has_free)
+        for count, lacking in enumerate(self._kv.lacking(positions, hashes, owners)):
+            if lacking <= 0 and count >= least:
+                for slot in candidates[: count - num_leaving]:
+                    self._pause(slot)
+                return
 
     def feed(self) -> None:
         """Pages for those that lack some, the most urgent first; where there are none, somebody
@@ -166,9 +156,22 @@ class Preemption:
         return self._slots.request[max(self._starved, key=self._urgency)]
 
     def _preempt_for(self, starved: int) -> None:
-        for slot in self._victims(self._slots.priority >= self._slots.priority[starved]):
-            if self._pages_to_keep(slot) <= self._host.free_pages or not self._slots.sampled[slot]:
-                return self._pause(slot)
+        slots = self._slots
+        victim = next(self._able_to_leave(slots.priority >= slots.priority[starved]), None)
+        if victim is not None:
+            self._pause(victim)
+
+    def _able_to_leave(self, eligible: np.ndarray) -> Iterator[int]:
+        """Victims for which there is host memory, beside those before them, or which may begin
+        again."""
+        room = self._host.free_pages
+        for slot in self._victims(eligible):
+            kept = self._pages_to_keep(slot)
+            if kept <= room:
+                room -= kept
+            elif self._slots.sampled[slot]:
+                continue
+            yield slot
 
     def _victims(self, eligible: np.ndarray) -> Iterator[int]:
         """Slots of a mask [slots], the least urgent first, of these the largest demand, then the
@@ -189,9 +192,6 @@ class Preemption:
 
     def _urgency(self, slot: int) -> tuple[int, int]:
         return int(self._slots.priority[slot]), int(self._slots.generation[slot])
-
-    def _pages_of(self, slot: int) -> int:
-        return self._kv.pages_alone(self._slots.request[slot].generation)
 
     def _positions_to_keep(self, slot: int) -> int:
         """Of a prompt those that have run all loops: at most its position."""

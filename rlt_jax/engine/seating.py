@@ -57,9 +57,7 @@ class Seating:
                     break
         first = self._waiting.first
         if self._preempts and first is not None:
-            shared = self._kv.pages(self._shared_positions(first))
-            lacking = self._kv.pages(self._promise(first)) - shared
-            preemption.make_way(self._priority(first), lacking)
+            preemption.make_way(self._priority(first), self._promise(first), self._reusable(first))
         return seated
 
     def _seat(self, request: Request) -> None:

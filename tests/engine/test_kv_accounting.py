@@ -339,13 +339,39 @@ class Accounting(RuleBasedStateMachine):
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
     def release(self, data):
-        owner, one = self.draw_owner(data)
+        self.let_go(self.draw_owner(data)[0])
+
+    def let_go(self, owner: int) -> None:
         self.kv.release(owner)
-        del self.owners[owner]
+        one = self.owners.pop(owner)
         for page in reversed(one.table):
             if not self.holders(page):
                 is_known = self.known.get(self.holds.get(page)) == page
                 self.idle.append(page) if is_known else self.free.add(page)
+
+    @precondition(lambda self: self.owners)
+    @rule(
+        data=st.data(),
+        pages=st.lists(st.integers(0, 1), max_size=4),
+        positions=st.integers(17, 48),
+    )
+    def what_one_more_lacks_is_what_will_be_missing_when_others_have_left(
+        self, data, pages, positions
+    ):
+        hashes = [hash_of(tuple(pages[: i + 1])) for i in range(len(pages))]
+        leavers = data.draw(st.permutations(sorted(self.owners)))[:3]
+        lacking = list(self.kv.lacking(positions, hashes, leavers))
+        assert len(lacking) == len(leavers) + 1
+        for i, owner in enumerate(leavers):
+            self.assert_lacks(positions, hashes, lacking[i])
+            self.let_go(owner)
+        if self.owners:  # else the watermark has gone, too
+            self.assert_lacks(positions, hashes, lacking[-1])
+
+    def assert_lacks(self, positions: int, hashes: list[bytes], pages: int) -> None:
+        assert next(self.kv.lacking(positions, hashes, ())) == pages
+        fits = positions - self.kv.shared_positions(hashes) <= self.kv.room()
+        assert fits == (pages <= 0)
 
     def draw_owner(self, data) -> tuple[int, Owner]:
         owner = data.draw(st.sampled_from(sorted(self.owners)))
@@ -377,8 +403,6 @@ class Accounting(RuleBasedStateMachine):
         assert self.kv.cached_blocks == 3 * len(self.idle)
         for owner, one in self.owners.items():
             assert self.kv.table(owner) == one.table
-            alone = [page for page in one.table if self.holders(page) == 1]
-            assert self.kv.pages_alone(owner) == len(alone)
 
     @invariant()
     def every_page_holds_what_it_is_known_for(self):
