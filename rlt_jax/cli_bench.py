@@ -2,10 +2,10 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlt_jax.bench.modes import IN_FLIGHT, SCHEDULING
+from rlt_jax.bench.modes import IN_FLIGHT, SCHEDULING, SOAK
 from rlt_jax.cli_options import Parser, add_config_flags, integers
 from rlt_jax.config import (
     DTYPES,
@@ -69,6 +69,16 @@ _COMMANDS = {
             "r.json --kernels auto,reference --output replay.json",
         ],
     ),
+    "soak": (
+        "thousands of short requests, all of which must end",
+        "Answers short requests of random lengths, priorities and shared prefixes, and cancels some"
+        "\nat any time, with prefix caching, preemption and a tiny KV pool. Exit status 1 when a"
+        "\nrequest is lost or fails, a block does not come back, or the memory grows.",
+        [
+            "--requests 10000 --output soak.json",
+            "--mode mixed --async-scheduling --exit-decision device",
+        ],
+    ),
     "compare": (
         "ratios of two measurements",
         "Prints what B is to A in every matching row: B's figure divided by A's.",
@@ -103,6 +113,7 @@ def add_bench_flags(add: Callable[..., Parser]) -> None:
         "kernels": _add_kernels,
         "throughput": _add_throughput,
         "replay": _add_replay,
+        "soak": _add_soak,
         "compare": _add_compare,
         "plot": _add_plot,
     }
@@ -124,10 +135,10 @@ def run_bench(options: argparse.Namespace) -> None:
     options.bench_parser.print_help()
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> int | None:
     from rlt_jax.bench import commands
 
-    commands.RUN[options.bench_command](options)
+    return commands.RUN[options.bench_command](options)
 
 
 def _add_roofline(parser: Parser) -> None:
@@ -208,7 +219,7 @@ def _add_replay(parser: Parser) -> None:
     parser.add_argument("file", metavar="FILE", nargs="?", help="the recording to replay")
     group = parser.add_argument_group("replay")
     _names(group, "--modes", tuple(SCHEDULING), "scheduling", "all that the layout allows")
-    text = "one batch in flight, or two and loops submitted before signals are read"
+    text = "one batch in flight, or several and loops submitted before signals are read"
     _names(group, "--in-flight", tuple(IN_FLIGHT), text, "both")
     _names(group, "--kernels", KERNELS, "kernels, each measured", "auto")
     _integer(group, "--repeats", "of which the median counts (default: 3)")
@@ -241,6 +252,19 @@ def _add_replay(parser: Parser) -> None:
     _add_output(parser)
 
 
+def _add_soak(parser: Parser) -> None:
+    group = parser.add_argument_group("soak")
+    _integer(group, "--requests", "in all (default: 10000)", 10000)
+    text = "share of the requests that are cancelled, unless they end before (default: 0.2)"
+    group.add_argument("--cancel", type=float, metavar="FLOAT", default=0.2, help=text)
+    _integer(group, "--max-waiting", "requests that may wait at once (default: 32)", 32)
+    text = "MB that the process may grow by after a tenth of the requests (default: 50)"
+    _integer(group, "--max-growth", text, 50)
+    _integer(group, "--seed", "of requests, cancels and synthetic weights (default: 0)", 0)
+    _add_engine(parser, {(ExitConfig, "depths_by_request")}, defaults=SOAK, model="ouro-tiny")
+    _add_output(parser)
+
+
 def _add_compare(parser: Parser) -> None:
     parser.add_argument("before", metavar="A.json", help="what bench wrote before")
     parser.add_argument("after", metavar="B.json", help="what the same command wrote after")
@@ -262,16 +286,18 @@ def _add_plot(parser: Parser) -> None:
     )
 
 
-def _add_model(parser: Parser, checkpoint: bool = True) -> None:
+def _add_model(parser: Parser, checkpoint: bool = True, default: str | None = None) -> None:
+    """default: the checkpoint where none is named (None: random weights)."""
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--synthetic",
-        metavar="NAME",
-        help="random weights of this model's sizes: ouro-1.4b, ouro-2.6b or ouro-tiny"
-        " (default: ouro-1.4b, on a CPU ouro-tiny)",
-    )
+    synthetic = "random weights of this model's sizes: ouro-1.4b, ouro-2.6b or ouro-tiny"
+    model = "a checkpoint's folder or its hub id instead"
+    if default is None:
+        synthetic += " (default: ouro-1.4b, on a CPU ouro-tiny)"
+    else:
+        model += f" (default: {default})"
+    group.add_argument("--synthetic", metavar="NAME", help=synthetic)
     if checkpoint:
-        group.add_argument("--model", help="a checkpoint's folder or its hub id instead")
+        group.add_argument("--model", help=model)
     group.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -284,16 +310,22 @@ def _add_model(parser: Parser, checkpoint: bool = True) -> None:
 
 
 def _add_engine(
-    parser: Parser, left_out: set[tuple[type, str]] = frozenset(), exits: bool = True
+    parser: Parser,
+    left_out: set[tuple[type, str]] = frozenset(),
+    exits: bool = True,
+    defaults: Mapping[type, Mapping[str, Any]] | None = None,
+    model: str | None = None,
 ) -> None:
-    """The model, and a flag for every config field but those left out (--help-all)."""
-    _add_model(parser)
+    """The model, and a flag for every config field but those left out (--help-all). defaults: of
+    fields, in place of the config's own. model: the default one, as for _add_model."""
+    _add_model(parser, default=model)
     for config, title in _TITLES.items():
         if config is ExitConfig and not exits:
             continue
         names = [field.name for field in dataclasses.fields(config)]
         names = [name for name in names if (config, name) not in left_out]
-        parser.advanced += add_config_flags(parser, config, title, names)
+        own = (defaults or {}).get(config)
+        parser.advanced += add_config_flags(parser, config, title, names, own)
 
 
 def _add_output(parser: Parser, roofline: bool = False) -> None:

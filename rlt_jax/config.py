@@ -272,8 +272,10 @@ class ExecutionConfig:
         'who applies the exit rule: the host, or the program itself (mode "ouro")',
         choices=EXIT_DECISIONS,
     )
-    max_in_flight: int = option(
-        2, "batches on the device at once; a batch whose content hangs on a result waits for it"
+    max_in_flight: int | None = option(
+        None,
+        "batches on the device at once; one whose content hangs on a result waits for it (None: 2"
+        " on a CPU, 3 on a GPU)",
     )
     tokens_per_dispatch: int = option(
         1, "tokens that greedy full-depth requests run in one dispatch: 1, 2 or 4"
@@ -296,7 +298,8 @@ class ExecutionConfig:
         check_choice("ExecutionConfig.kernels", self.kernels, KERNELS)
         check_bool("ExecutionConfig.async_scheduling", self.async_scheduling)
         check_choice("ExecutionConfig.exit_decision", self.exit_decision, EXIT_DECISIONS)
-        check_int("ExecutionConfig.max_in_flight", self.max_in_flight, minimum=1)
+        name = "ExecutionConfig.max_in_flight"
+        check_int(name, self.max_in_flight, minimum=1, optional=True)
         name = "ExecutionConfig.tokens_per_dispatch"
         check_int(name, self.tokens_per_dispatch, minimum=1)
         if self.tokens_per_dispatch not in (1, 2, 4):
@@ -330,9 +333,10 @@ class ExecutionConfig:
 
     def resolve(self, platform: str) -> "ExecutionConfig":
         """The same config with the open choices replaced by the platform's defaults."""
-        rows, prompts = (1, 16) if platform == "cpu" else (8, 128)
+        rows, prompts, in_flight = (1, 16, 2) if platform == "cpu" else (8, 128, 3)
         return dataclasses.replace(
             self,
+            max_in_flight=self.max_in_flight or in_flight,
             compile_ahead=platform != "cpu" if self.compile_ahead is None else self.compile_ahead,
             min_row_bucket=self.min_row_bucket or rows,
             min_prefill_bucket=self.min_prefill_bucket or prompts,

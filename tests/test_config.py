@@ -81,7 +81,7 @@ FIELDS = {
     ),
     (ExecutionConfig, "exit_decision"): choice("host", "device"),
     (ExecutionConfig, "kernels"): choice("auto", "mosaic", "triton", "reference"),
-    (ExecutionConfig, "max_in_flight"): POSITIVE,
+    (ExecutionConfig, "max_in_flight"): OPTIONAL_POSITIVE,
     (ExecutionConfig, "tokens_per_dispatch"): ([1, 2, 4], [3, 8], "must be 1, 2 or 4"),
     (ExecutionConfig, "compilation_cache_dir"): (
         [None, "/tmp/cache"],
@@ -313,13 +313,14 @@ def test_no_refill_refuses_the_wavefront():
 
 
 @pytest.mark.parametrize(
-    "platform, rows, prompt_tokens, ahead", [("cpu", 1, 16, False), ("gpu", 8, 128, True)]
+    "platform, rows, prompt_tokens, ahead, in_flight",
+    [("cpu", 1, 16, False, 2), ("gpu", 8, 128, True, 3)],
 )
-def test_execution_defaults_depend_on_the_platform(platform, rows, prompt_tokens, ahead):
+def test_execution_defaults_depend_on_the_platform(platform, rows, prompt_tokens, ahead, in_flight):
     resolved = ExecutionConfig().resolve(platform)
     assert (resolved.min_row_bucket, resolved.min_prefill_bucket) == (rows, prompt_tokens)
     assert resolved.compile_ahead is ahead
-    assert (resolved.max_in_flight, resolved.tokens_per_dispatch) == (2, 1)
+    assert (resolved.max_in_flight, resolved.tokens_per_dispatch) == (in_flight, 1)
     assert resolved.kernels == "auto"
 
 

@@ -1,4 +1,5 @@
-"""The ways to run the same requests that must all give the same outputs. No jax in here."""
+"""The ways to run the same requests that must all give the same outputs, and what a soak turns on.
+No jax in here."""
 
 import dataclasses
 import itertools
@@ -17,7 +18,18 @@ SCHEDULING = {
 # By name, the ExecutionConfig fields that it sets.
 IN_FLIGHT = {
     "sync": {"max_in_flight": 1, "async_scheduling": False},
-    "async": {"max_in_flight": 2, "async_scheduling": True},
+    "async": {"max_in_flight": None, "async_scheduling": True},
+}
+# What bench soak runs with unless a flag says otherwise, by config.
+SOAK = {
+    CacheConfig: {"enable_prefix_caching": True, "incremental_allocation": True},
+    SchedulerConfig: {
+        "policy": "priority",
+        "enable_preemption": True,
+        "max_num_seqs": 8,
+        "prefill_chunk_size": 16,
+    },
+    ExecutionConfig: {"compile_ahead": True},
 }
 
 
