@@ -263,7 +263,9 @@ def test_scheduler_defaults_depend_on_the_platform(platform, seqs, tokens):
 def test_resolving_keeps_what_was_set():
     config = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64, prefill_chunk_size=16)
     assert config.resolve("gpu") == config
-    execution = ExecutionConfig(min_row_bucket=2, min_prefill_bucket=2, compile_ahead=False)
+    execution = ExecutionConfig(
+        max_in_flight=4, min_row_bucket=2, min_prefill_bucket=2, compile_ahead=False
+    )
     assert execution.resolve("gpu") == execution
 
 
