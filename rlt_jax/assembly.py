@@ -13,12 +13,13 @@ from rlt_jax.engine.exit_policy import exit_policy
 from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
 from rlt_jax.engine.scheduler import Scheduler
+from rlt_jax.host_memory import available_bytes
 from rlt_jax.kernels.selection import HOPPER, Kernels, select
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
 from rlt_jax.runtime.compilation import Buckets, Programs, use_compilation_cache
 from rlt_jax.runtime.exits import Exits
 from rlt_jax.runtime.memory_plan import MemoryPlan, plan_memory
-from rlt_jax.runtime.programs import ProgramSpec
+from rlt_jax.runtime.programs import ProgramSpec, transfer_pages
 from rlt_jax.runtime.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,8 @@ def assemble(
         execution.tokens_per_dispatch,
         run_ahead=execution.async_scheduling,
         caches_prefixes=cache.enable_prefix_caching,
+        host_pages=host_pages(cache, plan) if scheduling.enable_preemption else 0,
+        pages_per_transfer=transfer_pages(spec),
     )
     core = EngineCore(scheduler, runner, limits, rule, execution.max_in_flight)
     return Assembly(core, runner, programs, plan, start_up)
@@ -127,6 +130,15 @@ def program_exits(exits: ExitConfig, execution: ExecutionConfig) -> Exits:
     seed = exits.seed if exits.mode == "random_lookahead" else None
     decides = execution.exit_decision == "device"
     return Exits(decides, lookahead_seed=seed, weighted=exits.mode == "weighted")
+
+
+def host_pages(cache: CacheConfig, plan: MemoryPlan) -> int:
+    """Logical pages for which there is host memory: CacheConfig.host_memory_bytes of it, or half
+    of what is free now."""
+    num_bytes = cache.host_memory_bytes
+    if num_bytes is None:
+        num_bytes = available_bytes() // 2
+    return num_bytes // (plan.planes * plan.bytes_per_block)
 
 
 def choose_kernels(
@@ -160,4 +172,5 @@ def plan_buckets(
         execution.min_prefill_bucket if last_exited else execution.min_row_bucket,
         execution.tokens_per_dispatch,
         mixed=scheduling.stages_prompts,
+        transfers=scheduling.enable_preemption,
     )

@@ -21,6 +21,7 @@ from rlt_jax.runtime.programs import (
     Kind,
     ProgramSpec,
     build,
+    content_to_restore,
     input_layout,
 )
 from rlt_jax.validation import fail
@@ -42,13 +43,15 @@ class Buckets:
 
     rows: of decode rows. prompts: of prompt tokens (of requests in the SHARED layout's prefill).
     tokens_per_dispatch: with more than 1, there is a program for that many tokens. mixed: there is
-    one for batches of prompts and decode rows.
+    one for batches of prompts and decode rows. transfers: there are those that save a slot and
+    restore it, a row each.
     """
 
     rows: tuple[int, ...]
     prompts: tuple[int, ...]
     tokens_per_dispatch: int = 1
     mixed: bool = False
+    transfers: bool = False
 
     @classmethod
     def plan(
@@ -59,24 +62,28 @@ class Buckets:
         min_prompts: int,
         tokens_per_dispatch: int = 1,
         mixed: bool = False,
+        transfers: bool = False,
     ) -> "Buckets":
         return cls(
             _powers_of_two(min_rows, max_rows),
             _powers_of_two(min_prompts, max_prompts),
             tokens_per_dispatch,
             mixed,
+            transfers,
         )
 
     def of(self, kind: Kind) -> tuple[int, ...]:
         if kind is Kind.SET_SLOTS:
             return (SLOT_UPDATE_ROWS,)
+        if kind in (Kind.SAVE, Kind.RESTORE):
+            return (1,) if self.transfers else ()
         if kind is Kind.PREFILL:
             return self.prompts
         if kind is Kind.MIXED:
-            return _every_other(self.prompts) if self.mixed else ()
+            return _largest(self.prompts, every=2) if self.mixed else ()
         if kind in (Kind.CODA_GREEDY, Kind.CODA_SAMPLE):
             # Alone it runs rarely, and reads the head at any size.
-            return _every_other(self.rows)
+            return _largest(self.rows, every=3)
         if SEVERAL_TOKENS.get(kind, self.tokens_per_dispatch) != self.tokens_per_dispatch:
             return ()
         return self.rows
@@ -90,9 +97,9 @@ class Buckets:
         raise ValueError(f"{count} rows in a {kind.value} batch: must be <= {largest}")
 
 
-def _every_other(buckets: tuple[int, ...]) -> tuple[int, ...]:
-    """With the largest."""
-    return buckets[::-1][::2][::-1]
+def _largest(buckets: tuple[int, ...], every: int) -> tuple[int, ...]:
+    """The largest, and every second or third below it."""
+    return buckets[::-1][::every][::-1]
 
 
 def _powers_of_two(first: int, covered: int) -> tuple[int, ...]:
@@ -136,9 +143,10 @@ def compile_program(
     state = placed(abstract_state(spec.config, spec.policy, spec.shape))
     params = placed(abstract_params(spec.config, spec.policy))
     packed = jax.ShapeDtypeStruct((input_layout(kind, bucket, spec).size,), np.int32)
+    content = placed(content_to_restore(kind, spec))
     options = _GPU_OPTIONS if device.platform == "gpu" else None
     program = jax.jit(build(kind, bucket, spec), donate_argnums=0, compiler_options=options)
-    return program.lower(state, params, packed).compile()
+    return program.lower(state, params, packed, *content).compile()
 
 
 class Programs:

@@ -14,10 +14,12 @@ from rlt_jax.models.ouro import DTypePolicy, OuroConfig, abstract_params
 from rlt_jax.runtime.compilation import Buckets, compile_program
 from rlt_jax.runtime.device_state import StateShape, abstract_state, tree_bytes
 from rlt_jax.runtime.programs import Kind, ProgramSpec
+from rlt_jax.runtime.transfers import abstract_content
 
 logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 2**30
+TRANSFERS_IN_FLIGHT = 4  # two each way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,7 @@ class MemoryPlan:
     source: "num_blocks", "kv_cache_memory_bytes", "cpu_default" or "device_memory". num_blocks
     counts the blocks of every depth; num_pages = num_blocks // planes is what requests share.
     useful_blocks: enough for max_num_seqs full contexts. window_rows: of StateShape.
+    transfer_bytes: for what is on its way to the host and back, two transfers each way at worst.
     """
 
     source: str
@@ -40,6 +43,7 @@ class MemoryPlan:
     weight_bytes: int
     window_rows: int
     temporary_bytes: int | None = None
+    transfer_bytes: int | None = None
     budget_bytes: int | None = None
     reserve_bytes: int | None = None
 
@@ -86,8 +90,8 @@ def plan_memory(
         shape = StateShape(num_slots, 1, planes, cache.block_size, width, window)
         spec = ProgramSpec(config, policy, shape, kernels)
         terms = _device_terms(spec, cache, buckets, device)
-        free = terms["budget_bytes"] - weights - terms["temporary_bytes"] - terms["reserve_bytes"]
-        blocks = min(useful, free // block_bytes)
+        taken = terms["temporary_bytes"] + terms["transfer_bytes"] + terms["reserve_bytes"]
+        blocks = min(useful, (terms["budget_bytes"] - weights - taken) // block_bytes)
     if blocks < planes:
         raise ValueError(
             f"the KV pool holds {max(blocks, 0)} blocks (source: {source}, {block_bytes} bytes"
@@ -112,12 +116,13 @@ def plan_memory(
 def _device_terms(
     spec: ProgramSpec, cache: CacheConfig, buckets: Buckets, device: jax.Device
 ) -> dict[str, int]:
-    """Budget, temporaries and reserve of a device with memory of its own.
+    """Budget, temporaries, transfers and reserve of a device with memory of its own.
 
     The largest buckets are compiled with a pool of one page, that of `spec`: temporaries do not
     depend on the pool's size. The state's other arrays count among the temporaries.
     """
     kinds = (Kind.PREFILL, Kind.MIXED, Kind.BOUNDARY_SAMPLE, Kind.TOKEN_SAMPLE)
+    kinds += (Kind.SAVE, Kind.RESTORE)
 
     def analyse(kind: Kind):
         return compile_program(kind, buckets.of(kind)[-1], spec, device).memory_analysis()
@@ -127,6 +132,7 @@ def _device_terms(
     temporaries = max(a.temp_size_in_bytes for a in analyses)
     state = abstract_state(spec.config, spec.policy, spec.shape)
     rest_of_state = tree_bytes(state) - tree_bytes(state.kv)
+    content = tree_bytes(abstract_content(state)) if buckets.transfers else 0
     limit = device.memory_stats()["bytes_limit"]
     in_use = device.memory_stats()["bytes_in_use"]  # the weights lie there already
     others = max(0, in_use - tree_bytes(abstract_params(spec.config, spec.policy)))
@@ -142,6 +148,7 @@ def _device_terms(
     budget = min(limit, wanted)
     return {
         "temporary_bytes": temporaries + rest_of_state,
+        "transfer_bytes": TRANSFERS_IN_FLIGHT * content,
         "budget_bytes": budget - others,
         "reserve_bytes": cache.memory_reserve_bytes,
     }

@@ -106,6 +106,11 @@ def slot_layout(rows: int, table_width: int) -> PackedLayout:
     )
 
 
+def transfer_layout() -> PackedLayout:
+    """Which pages of which slot: see engine.types.Transfer."""
+    return PackedLayout(_int32_fields("slot first count", 1))
+
+
 def result_layout(rows: int, tokens: int = 0, signal: str | None = None) -> PackedLayout:
     """What a program gives the host: with tokens, token and logprob of so many per row; the signal,
     "exit_probability" or "leaves". Without any of them: a word that shows that it is done."""

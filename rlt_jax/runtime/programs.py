@@ -18,8 +18,8 @@ from rlt_jax.kernels.paged_kv import MixedBatch, PagedKV, RowBatch, TileBatch
 from rlt_jax.kernels.selection import REFERENCE, Kernels
 from rlt_jax.models import ouro
 from rlt_jax.models.ouro import DTypePolicy, OuroConfig, OuroParams
-from rlt_jax.runtime import sampler
-from rlt_jax.runtime.device_state import DeviceState, StateShape
+from rlt_jax.runtime import sampler, transfers
+from rlt_jax.runtime.device_state import DeviceState, StateShape, abstract_state
 from rlt_jax.runtime.exits import HOST_DECIDES, Exits, decide_exits, has_left
 from rlt_jax.runtime.packed import (
     PackedLayout,
@@ -29,12 +29,15 @@ from rlt_jax.runtime.packed import (
     row_layout,
     shared_prompt_layout,
     slot_layout,
+    transfer_layout,
 )
+from rlt_jax.runtime.transfers import SlotContent
 
 SLOT_UPDATE_ROWS = 8  # slots set by one call of the set_slots program
 
 Results = dict[str, jax.Array]
-Program = Callable[[DeviceState, OuroParams, jax.Array], tuple[DeviceState, jax.Array]]
+# (state, params, packed input[, content to restore]) -> (state, packed results, or saved content)
+Program = Callable[..., tuple[DeviceState, jax.Array | SlotContent]]
 
 
 class Kind(enum.Enum):
@@ -52,6 +55,8 @@ class Kind(enum.Enum):
     TOKEN_SAMPLE = "token_sample"
     TOKENS_2_GREEDY = "tokens_2_greedy"
     TOKENS_4_GREEDY = "tokens_4_greedy"
+    SAVE = "save"
+    RESTORE = "restore"
 
     @property
     def samples(self) -> bool:
@@ -102,6 +107,18 @@ def mixed_rows(spec: ProgramSpec) -> int:
     return 1 << (spec.shape.num_slots - 1).bit_length()
 
 
+def transfer_pages(spec: ProgramSpec) -> int:
+    """Logical pages that a SAVE or a RESTORE moves, at most."""
+    return transfers.pages_at_once(abstract_state(spec.config, spec.policy, spec.shape))
+
+
+def content_to_restore(kind: Kind, spec: ProgramSpec) -> tuple[SlotContent, ...]:
+    """What a program takes beside its packed input, as jax.ShapeDtypeStruct leaves."""
+    if kind is not Kind.RESTORE:
+        return ()
+    return (transfers.abstract_content(abstract_state(spec.config, spec.policy, spec.shape)),)
+
+
 def input_layout(kind: Kind, bucket: int, spec: ProgramSpec) -> PackedLayout:
     """The packed input of a program. Buckets count prompt tokens (in a mixed batch or a prefill of
     LAST_EXITED), requests (in a prefill of SHARED) or rows."""
@@ -111,6 +128,8 @@ def input_layout(kind: Kind, bucket: int, spec: ProgramSpec) -> PackedLayout:
         # Of one request, at most one chunk at each depth.
         tiles = prompt_tiles(bucket, spec, chunks_per_slot=spec.config.total_ut_steps)
         return mixed_layout(mixed_rows(spec), bucket, tiles)
+    if kind in (Kind.SAVE, Kind.RESTORE):
+        return transfer_layout()
     if kind is not Kind.PREFILL:
         return row_layout(bucket)
     if spec.shape.planes == 1:
@@ -119,7 +138,7 @@ def input_layout(kind: Kind, bucket: int, spec: ProgramSpec) -> PackedLayout:
 
 
 def output_layout(kind: Kind, bucket: int, spec: ProgramSpec) -> PackedLayout:
-    """The packed results of a program."""
+    """The packed results of a program; those of SAVE are a SlotContent."""
     rows = mixed_rows(spec) if kind is Kind.MIXED else bucket
     signal = "leaves" if spec.exits.decides else "exit_probability"
     return result_layout(
@@ -146,6 +165,8 @@ def build(kind: Kind, bucket: int, spec: ProgramSpec) -> Program:
         Kind.TOKEN_SAMPLE: run.tokens,
         Kind.TOKENS_2_GREEDY: run.tokens,
         Kind.TOKENS_4_GREEDY: run.tokens,
+        Kind.SAVE: run.save,
+        Kind.RESTORE: run.restore,
     }[kind]
     options = {}
     if kind.samples:
@@ -153,9 +174,11 @@ def build(kind: Kind, bucket: int, spec: ProgramSpec) -> Program:
     if kind in SEVERAL_TOKENS:
         options["count"] = SEVERAL_TOKENS[kind]
 
-    def program(state, params, packed):
-        state, results = body(state, params, inputs.unpack(packed), **options)
-        return state, outputs.pack(results or {"done": packed[:1]})
+    def program(state, params, packed, *content):
+        state, results = body(state, params, inputs.unpack(packed), *content, **options)
+        if kind is not Kind.SAVE:
+            results = outputs.pack(results or {"done": packed[:1]})
+        return state, results
 
     program.__name__ = program.__qualname__ = f"{kind.value}_{bucket}"
     return program
@@ -358,6 +381,15 @@ class _Programs:
         last_token_s = state.last_token_s.at[slot].set(token_r, mode="drop")
         state = state.replace(kv=kv, last_token_s=last_token_s)
         return state, {"token": tokens_rt, "logprob": logprobs_rt}
+
+    # -- transfers -------------------------------------------------------------------------------
+
+    def save(self, state: DeviceState, params: OuroParams, step: Results):
+        return state, transfers.save(state, step["slot"][0], step["first"][0])
+
+    def restore(self, state: DeviceState, params: OuroParams, step: Results, content: SlotContent):
+        slot, first, count = step["slot"][0], step["first"][0], step["count"][0]
+        return transfers.restore(state, slot, first, count, content), {}
 
     # -- parts -----------------------------------------------------------------------------------
 

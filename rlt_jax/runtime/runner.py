@@ -28,25 +28,31 @@ from rlt_jax.runtime.programs import (
     input_layout,
     mixed_rows,
     output_layout,
+    transfer_pages,
 )
+from rlt_jax.runtime.transfers import SlotContent
+from rlt_jax.validation import fail
 
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """A submitted batch: what was asked, and the device array that will hold the answer."""
+    """A submitted batch: what was asked, and the array that will hold the answer; in a SAVE, the
+    content on the host."""
 
     batch: SchedulerOutput
-    results: jax.Array
+    results: jax.Array | SlotContent
     layout: PackedLayout
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A program, its packed input, and the layout of its results."""
+    """A program, its packed input, and the layout of its results; content: on the device, of a
+    RESTORE."""
 
     executable: jax.stages.Compiled
     packed: np.ndarray
     layout: PackedLayout
+    content: tuple[SlotContent, ...] = ()
 
 
 class Runner:
@@ -58,6 +64,8 @@ class Runner:
     def __init__(self, params: OuroParams, programs: Programs):
         self._params = params
         self._programs = programs
+        self._on_device = jax.sharding.SingleDeviceSharding(programs.device)
+        self._on_host = self._on_device.with_memory_kind("pinned_host")
         self._state = self._fresh_state()
         self._decode_rows = self._decode_bucket_rows = 0
 
@@ -85,33 +93,41 @@ class Runner:
         try:
             for call in calls:
                 results = self.dispatch(call)
-            if self._read_back(batch):
+            if batch.stage is Stage.SAVE:
+                results = jax.device_put(results, self._on_host)  # returns before it is there
+            elif self._read_back(batch):
                 results.copy_to_host_async()
         except Exception as error:
             raise DeviceLostError(f"{batch.stage.value} batch failed: {error}") from error
-        self._decode_rows += batch.rows.num_decode
-        self._decode_bucket_rows += self.padded_decode_rows(batch)
+        if padded := self.padded_decode_rows(batch):
+            self._decode_rows += batch.rows.num_decode
+            self._decode_bucket_rows += padded
         return Ticket(batch, results, calls[-1].layout)
 
     def padded_decode_rows(self, batch: SchedulerOutput) -> int:
         """What the decode rows of a batch are padded to (0: it has none)."""
         count = batch.rows.num_decode
-        if not count:
+        if not count or batch.transfer:
             return 0
         if batch.stage is Stage.MIXED:
             return mixed_rows(self._programs.spec)
         return self._programs.buckets.fit(_kind_of(batch), count)
 
-    def dispatch(self, call: Call) -> jax.Array:
+    def dispatch(self, call: Call) -> jax.Array | SlotContent:
         """Runs a program on the device state; the same call may be dispatched again."""
-        self._state, results = call.executable(self._state, self._params, call.packed)
+        self._state, results = call.executable(
+            self._state, self._params, call.packed, *call.content
+        )
         return results
 
     def run_all(self, times: int = 3) -> None:
         """Runs every program without a row in it: XLA warms up in the first run, records its
         command buffers in the second, and is settled in the third."""
         for kind, bucket in self._programs.all_keys():
-            call = self._call(kind, bucket, {})
+            content = None
+            if kind is Kind.RESTORE:  # what lies there already
+                content = jax.device_put(self.dispatch(self._call(Kind.SAVE, 1, {})), self._on_host)
+            call = self._call(kind, bucket, {}, content)
             for _ in range(times):
                 results = self.dispatch(call)
             jax.block_until_ready(results)
@@ -130,7 +146,9 @@ class Runner:
         except Exception as error:
             raise DeviceLostError(f"{batch.stage.value} batch failed: {error}") from error
         columns = {name: _of_rows(batch.rows, host[name]) for name in names}
-        return RunnerOutput(batch.sequence, batch.stage, RowResults(batch.rows, **columns))
+        rows = RowResults(batch.rows, **columns)
+        content = ticket.results if batch.stage is Stage.SAVE else None
+        return RunnerOutput(batch.sequence, batch.stage, rows, content)
 
     def reset(self) -> None:
         """Drops the device state, whatever became of it, and builds a new one."""
@@ -143,7 +161,7 @@ class Runner:
     def _fresh_state(self) -> DeviceState:
         spec = self._programs.spec
         abstract = abstract_state(spec.config, spec.policy, spec.shape)
-        return init_state(abstract, jax.sharding.SingleDeviceSharding(self._programs.device))
+        return init_state(abstract, self._on_device)
 
     def _read_back(self, batch: SchedulerOutput) -> list[str]:
         """The results that the scheduler asks for; others only show that the batch is done."""
@@ -164,6 +182,8 @@ class Runner:
         ]
         if batch.stage is Stage.PREFILL:
             return [*calls, self._prefill_call(batch)]
+        if batch.stage in (Stage.SAVE, Stage.RESTORE):
+            return [*calls, self._transfer_call(batch)]
         if batch.stage is Stage.MIXED:
             rows, loops = batch.rows, range(batch.num_loops)
             at_depths = [dataclasses.replace(rows, depth=rows.depth + loop) for loop in loops]
@@ -199,8 +219,30 @@ class Runner:
         bucket = self._programs.buckets.fit(Kind.MIXED, len(values["tokens"]))
         return self._call(Kind.MIXED, bucket, values)
 
-    def _call(self, kind: Kind, bucket: int, values: dict[str, Sequence]) -> Call:
-        """Pads each field's entries and packs them; no values: no row is real."""
+    def _transfer_call(self, batch: SchedulerOutput) -> Call:
+        transfer, spec, kind = batch.transfer, self._programs.spec, Kind(batch.stage.value)
+        bucket = self._programs.buckets.fit(kind, len(batch.rows))
+        last = spec.shape.table_width - 1
+        if not 0 <= transfer.first <= last:
+            fail("Transfer.first", transfer.first, f"must be >= 0 and <= {last}")
+        most = min(transfer_pages(spec), last + 1 - transfer.first)
+        if not 1 <= transfer.count <= most:
+            fail("Transfer.count", transfer.count, f"must be >= 1 and <= {most}")
+        if not isinstance(transfer.content, SlotContent if kind is Kind.RESTORE else type(None)):
+            given = type(transfer.content).__name__
+            fail("Transfer.content", given, "must be what a SAVE gave in a RESTORE, else None")
+        where = {"slot": batch.rows.slot, "first": [transfer.first], "count": [transfer.count]}
+        return self._call(kind, bucket, where, transfer.content)
+
+    def _call(
+        self,
+        kind: Kind,
+        bucket: int,
+        values: dict[str, Sequence],
+        content: SlotContent | None = None,
+    ) -> Call:
+        """Pads each field's entries and packs them; no values: no row is real. content: what to
+        restore, on the host."""
         spec = self._programs.spec
         layout = input_layout(kind, bucket, spec)
         padded = {}
@@ -211,7 +253,8 @@ class Runner:
             if values:
                 padded[name][: len(values[name])] = values[name]
         executable, results = self._programs.get(kind, bucket), output_layout(kind, bucket, spec)
-        return Call(executable, layout.pack(padded), results)
+        placed = () if content is None else (jax.device_put(content, self._on_device),)
+        return Call(executable, layout.pack(padded), results, placed)
 
     def _slot_values(self, updates: Sequence[SlotUpdate]) -> dict[str, Sequence]:
         width = self._programs.spec.shape.table_width

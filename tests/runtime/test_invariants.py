@@ -65,9 +65,10 @@ def test_temporaries_do_not_depend_on_the_pool(shape, kind, end):
     small = build_engine(shape, tokens_per_dispatch=4, mode=mode).programs
     pages = dataclasses.replace(small.spec.shape, num_pages=4 * small.spec.shape.num_pages)
     large = Programs(dataclasses.replace(small.spec, shape=pages), small.buckets, small.device)
+    bucket = dataclasses.replace(small.buckets, transfers=True).of(kind)[end]
     temporaries = []
     for programs in (small, large):
-        analysis = programs.get(kind, small.buckets.of(kind)[end]).memory_analysis()
+        analysis = programs.get(kind, bucket).memory_analysis()
         temporaries.append(analysis.temp_size_in_bytes)
         spec = programs.spec
         state = abstract_state(spec.config, spec.policy, spec.shape)
@@ -136,8 +137,8 @@ def test_nothing_compiles_in_a_run_of_200_steps_after_warm_up(shape, scheduling,
     engine.programs.warm_up()
     watched = watch(engine)
     run_batches(engine)  # the first fetches and transfers of a process may compile
-    reached = set(Stage) if scheduling else set(Stage) - {Stage.MIXED}
-    assert {batch.stage for batch in watched.batches} == reached
+    never = {Stage.SAVE, Stage.RESTORE} | (set() if scheduling else {Stage.MIXED})
+    assert {batch.stage for batch in watched.batches} == set(Stage) - never
     assert {batch.num_tokens for batch in watched.batches} == {1, 4}
     compiles = []
 
@@ -211,7 +212,7 @@ def test_engines_of_other_exit_modes_share_what_does_not_hang_on_them(options, o
         assert (other.get(kind, bucket) is not plain.get(kind, bucket)) == (kind in own)
 
 
-@pytest.mark.parametrize(("platform", "count", "mixed"), [("cpu", 29, 2), ("gpu", 37, 3)])
+@pytest.mark.parametrize(("platform", "count", "mixed"), [("cpu", 29, 2), ("gpu", 35, 3)])
 @pytest.mark.parametrize(
     ("layout", "scheduling"),
     [
@@ -219,6 +220,8 @@ def test_engines_of_other_exit_modes_share_what_does_not_hang_on_them(options, o
         ("shared", {}),
         ("last_exited", {"mode": "mixed"}),
         ("last_exited", {"wavefront_chunked_prefill": True}),
+        ("last_exited", {"enable_preemption": True}),
+        ("last_exited", {"mode": "mixed", "enable_preemption": True}),
     ],
     ids=str,
 )
@@ -228,11 +231,14 @@ def test_default_settings_need_at_most_40_executables(platform, count, mixed, la
         SchedulerConfig(**scheduling).resolve(platform),
         ExecutionConfig().resolve(platform),
     )
-    if scheduling:
+    if scheduling.keys() - {"enable_preemption"}:
         assert buckets.of(Kind.MIXED)[-1] == buckets.prompts[-1]
         count += mixed
+    if "enable_preemption" in scheduling:
+        assert buckets.of(Kind.SAVE) == buckets.of(Kind.RESTORE) == (1,)
+        count += 2
     rows, codas = len(buckets.rows), len(buckets.of(Kind.CODA_GREEDY))
-    assert codas == -(-rows // 2) and buckets.of(Kind.CODA_GREEDY)[-1] == buckets.rows[-1]
+    assert codas == -(-rows // 3) and buckets.of(Kind.CODA_GREEDY)[-1] == buckets.rows[-1]
     assert sum(len(buckets.of(kind)) for kind in Kind) == count <= 40
 
 
@@ -240,7 +246,7 @@ def test_default_settings_need_at_most_40_executables(platform, count, mixed, la
 def test_only_the_program_of_the_tokens_asked_for_can_be_reached(tokens):
     programs = build_engine("tight", tokens_per_dispatch=tokens).programs
     kinds = {kind for kind, _ in programs.all_keys()}
-    never = {Kind.TOKENS_2_GREEDY, Kind.TOKENS_4_GREEDY, Kind.MIXED}
+    never = {Kind.TOKENS_2_GREEDY, Kind.TOKENS_4_GREEDY, Kind.MIXED, Kind.SAVE, Kind.RESTORE}
     several = {1: set(), 2: {Kind.TOKENS_2_GREEDY}, 4: {Kind.TOKENS_4_GREEDY}}[tokens]
     assert kinds == set(Kind) - never | several
     # Options of the scheduler do not make other programs of the rest.

@@ -290,6 +290,26 @@ def test_device_plan_compiles_the_largest_buckets_with_the_least_pool(fake_gpu, 
     assert compiler.asked == largest | ({Kind.MIXED: 16} if mixed else {})
 
 
+@pytest.mark.parametrize(
+    "layout, pages, page_bytes", [("last_exited", 5, 4 * BLOCK), ("shared", 21, BLOCK)]
+)
+def test_device_plan_leaves_room_for_two_transfers_each_way(
+    fake_gpu, compiler, layout, pages, page_bytes
+):
+    """Each as many pages as 64 MiB hold, and the slot's hidden state, last token and exit state."""
+    without = plan(slots=128, device=fake_gpu, layout=layout)
+    buckets = dataclasses.replace(BUCKETS, transfers=True)
+    planned = plan(slots=128, device=fake_gpu, layout=layout, buckets=buckets)
+    assert {Kind.SAVE: 1, Kind.RESTORE: 1}.items() <= compiler.asked.items()
+    assert pages == 64 * 2**20 // page_bytes
+    assert without.transfer_bytes == 0
+    assert planned.transfer_bytes == 4 * (pages * page_bytes + 2048 * 2 + 4 + 4 + 1)
+    free = planned.budget_bytes - planned.weight_bytes - planned.temporary_bytes
+    free -= planned.reserve_bytes + planned.transfer_bytes
+    assert planned.kv_bytes <= free < planned.kv_bytes + planned.planes * BLOCK
+    assert planned.num_blocks < without.num_blocks
+
+
 @pytest.mark.parametrize("layout, rows", [("last_exited", 4 * 16), ("shared", 0)])
 def test_the_prompt_window_is_there_in_the_last_exited_layout(layout, rows):
     shape = plan(layout=layout).state_shape(8, 100)

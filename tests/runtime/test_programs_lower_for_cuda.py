@@ -12,7 +12,7 @@ from rlt_jax.kernels.compat import MOSAIC_CANNOT, lower_for_cuda
 from rlt_jax.kernels.selection import select
 from rlt_jax.models.ouro import DTypePolicy, abstract_params
 from rlt_jax.runtime.device_state import StateShape, abstract_state
-from rlt_jax.runtime.programs import Kind, ProgramSpec, build, input_layout
+from rlt_jax.runtime.programs import Kind, ProgramSpec, build, content_to_restore, input_layout
 
 BUCKET, PAGE = 32, 16
 CONFIG = dataclasses.replace(OURO_1_4B, num_hidden_layers=2)
@@ -42,7 +42,8 @@ def lowered(kernels: str, kind: Kind, planes: int) -> str:
     state, params = abstract_state(CONFIG, policy, shape), abstract_params(CONFIG, policy)
     packed = jax.ShapeDtypeStruct((input_layout(kind, BUCKET, spec).size,), np.int32)
     program = jax.jit(build(kind, BUCKET, spec), donate_argnums=0)
-    return lower_for_cuda(program, state, params, packed).as_text()
+    content = content_to_restore(kind, spec)
+    return lower_for_cuda(program, state, params, packed, *content).as_text()
 
 
 def kernels_in(text: str) -> set[str]:
@@ -68,6 +69,24 @@ def test_a_program_lowers_with_its_kernels(kernels, kind, planes):
     if kind is Kind.BOUNDARY_SAMPLE and planes > 1:
         wanted = wanted | {"finalize_kv"}
     assert kernels_in(text) == wanted
-    # The pool goes in first and comes out at the same place.
+    assert_pool_stays(text, planes)
+
+
+@pytest.mark.parametrize("planes", [4, 1])
+@pytest.mark.parametrize("kind", [Kind.SAVE, Kind.RESTORE])
+def test_a_transfer_lowers_without_kernels(kind, planes):
+    text = lowered("triton", kind, planes)
+    assert kernels_in(text) == set()
+    assert_pool_stays(text, planes)
+    # 64 MiB hold so many pages of 2 layers, 16 tokens and all planes; they come last.
+    content = f"tensor<2x{256 // planes * planes}x2x16x{PAGE}x128xbf16>"
+    signature = re.search(r"@main\((.*?)\) -> \((.*?)\) {", text, re.DOTALL)
+    inputs, outputs = signature.groups()
+    assert (content in outputs) == (kind is Kind.SAVE)
+    assert (content in inputs) == (kind is Kind.RESTORE)
+
+
+def assert_pool_stays(text: str, planes: int) -> None:
+    """The pool goes in first and comes out at the same place."""
     [pool] = re.findall(r"@main\(%arg0: tensor<(.*?)> \{tf.aliasing_output = 0", text)
     assert pool == f"2x{4096 * planes}x2x16x{PAGE}x128xbf16"
