@@ -2,7 +2,8 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,19 +20,23 @@ from rlt_jax.bench import (
     replay,
     report,
     roofline,
+    soak,
     synthetic,
     throughput,
 )
 from rlt_jax.bench.driver import BenchEngine, Configs
 from rlt_jax.bench.limits import Rates
-from rlt_jax.bench.modes import IN_FLIGHT, SCHEDULING, Mode, all_modes, refused_scheduling
+from rlt_jax.bench.modes import IN_FLIGHT, SCHEDULING, SOAK, Mode, all_modes, refused_scheduling
 from rlt_jax.bench.recording import SOURCE, Conditions
 from rlt_jax.bench.synthetic import BenchModel
 from rlt_jax.cli_options import config_from_flags, flag_name, was_given
 from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
 from rlt_jax.llm_engine import resolve_device
+from rlt_jax.packaged_model import NAME as PACKAGED_MODEL
 from rlt_jax.sampling_params import SamplingParams
 from rlt_jax.validation import check_int, fail
+
+Defaults = Mapping[type, Mapping[str, Any]]  # by config, of its fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +52,20 @@ class _Session:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, options: argparse.Namespace, say: report.Say) -> "_Session":
+    def of(
+        cls, options: argparse.Namespace, say: report.Say, defaults: Defaults | None = None
+    ) -> "_Session":
+        """defaults: of config fields whose flags were not given, in place of the config's own."""
         check_int("--seed", options.seed, minimum=0)
+
+        def config(kind: type) -> Any:
+            return config_from_flags(kind, options, **(defaults or {}).get(kind, {}))
+
         configs = Configs(
-            cache=config_from_flags(CacheConfig, options),
-            scheduler=config_from_flags(SchedulerConfig, options),
-            exit=config_from_flags(ExitConfig, options),
-            execution=config_from_flags(ExecutionConfig, options),
+            cache=config(CacheConfig),
+            scheduler=config(SchedulerConfig),
+            exit=config(ExitConfig),
+            execution=config(ExecutionConfig),
         )
         say("loading the model")
         source = {name: getattr(options, name) for name in (*SOURCE, "device")}
@@ -278,6 +290,30 @@ def _modes(options: argparse.Namespace, cache: CacheConfig, notes: list[str]) ->
     return all_modes(names, options.kernels or ["auto"], options.in_flight or IN_FLIGHT)
 
 
+def run_soak(options: argparse.Namespace) -> int:
+    spec = soak.SoakSpec(
+        requests=options.requests,
+        cancel=options.cancel,
+        max_waiting=options.max_waiting,
+        max_growth=options.max_growth,
+        seed=options.seed,
+    )
+    spec.check()
+    if options.model is None and options.synthetic is None:
+        options.model = PACKAGED_MODEL
+    defaults = SOAK
+    if config_from_flags(CacheConfig, options).layout == "shared":
+        defaults = SOAK | {CacheConfig: {**SOAK[CacheConfig], "enable_prefix_caching": False}}
+
+    def measure(session: _Session) -> list[soak.SoakRow]:
+        return session.measure(soak, spec, session.configs)
+
+    (row,) = _run_on_engines(options, soak, measure, defaults)
+    for problem in row.problems:
+        print(f"rlt-jax: soak: {problem}", file=sys.stderr)
+    return int(bool(row.problems))
+
+
 def run_kernels(options: argparse.Namespace) -> None:
     report.check_output(options.output)
     check_int("--seed", options.seed, minimum=0)
@@ -328,6 +364,7 @@ RUN = {
     "kernels": run_kernels,
     "throughput": run_throughput,
     "replay": run_replay,
+    "soak": run_soak,
     "compare": run_compare,
     "plot": run_plot,
 }
@@ -337,13 +374,14 @@ def _run_on_engines(
     options: argparse.Namespace,
     bench: ModuleType,
     measure: Callable[[_Session], Iterable[Any]],
-) -> None:
+    defaults: Defaults | None = None,
+) -> list[Any]:
     """Loads the model and measures; computes limits last, as the arrays of the roofline would
-    count as peak memory; prints and writes."""
+    count as peak memory; prints, writes and returns the rows. defaults: as for _Session.of."""
     report.check_output(options.output)
     limits = None
     with report.progress() as say:
-        session = _Session.of(options, say)
+        session = _Session.of(options, say, defaults)
         model = session.model
         rows = list(measure(session))
         if "roofline" in options:
@@ -369,6 +407,7 @@ def _run_on_engines(
         rates=report.plain(limits),
         startup=tuple(session.startups),
     )
+    return rows
 
 
 def _write(
