@@ -65,7 +65,7 @@ class Seating:
         owner, kv, slots = request.generation, self._kv, self._slots
         promise, saved = self._promise(request), self._host.take(owner)
         if saved is not None:
-            kv.allocate(owner, saved.positions, promise)
+            kv.allocate(owner, max(saved.positions, len(request.prompt)), promise)
         else:
             prefix = kv.find_prefix(self._reusable(request))
             kv.allocate(owner, len(request.prompt), promise, prefix)
@@ -84,10 +84,9 @@ class Seating:
         """Positions that a request must have room for to come in."""
         if not self._overcommits:
             return request.max_positions
-        saved = self._host.saved_positions(request.generation)
-        if saved is None:
-            return len(request.prompt)
-        return min(saved + 1, request.max_positions)
+        saved = self._host.saved_positions(request.generation) or 0
+        # With one more it comes on; a prompt has the pages of all of it from the start.
+        return min(max(saved + 1, len(request.prompt)), request.max_positions)
 
     # -- prefixes that are there -----------------------------------------------------------------
 
