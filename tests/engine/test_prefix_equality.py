@@ -42,7 +42,9 @@ def conversations(mode: str, count: int = 14, moving_on: bool = False) -> list[W
     work = []
     for i in range(count):
         which = i % 3 + 3 * (i // 6) * moving_on
-        beginning = [(11 * which + 7 * j) % 97 for j in range(2 * PAGE)]
+        first, second = which, which % 2  # the same second page comes after different first ones
+        beginning = [(11 * first + 7 * j) % 97 for j in range(PAGE)]
+        beginning += [(13 * second + 5 * j) % 97 for j in range(PAGE)]
         own = [(31 * i + j) % 97 for j in range(i % 5)]
         bounds = {}
         if mode != "weighted":
