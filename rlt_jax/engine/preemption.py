@@ -131,18 +131,22 @@ class Preemption:
     def feed(self) -> None:
         """Pages for those that lack some, the most urgent first; where there are none, somebody
         must leave for it, if only itself."""
-        slots, kv = self._slots, self._kv
         for slot in sorted(self._starved, key=self._urgency):
-            owner, positions = slots.request[slot].generation, self._starved[slot]
-            if not kv.can_extend(owner, positions):
-                if not self._leaving:
-                    self._preempt_for(slot)
-                return
-            kv.extend(owner, positions)
-            slots.capacity[slot] = kv.capacity(owner)
-            slots.on_device[slot] = False
-            slots.paused[slot] = False
-            del self._starved[slot]
+            while slot in self._starved and not self._extend(slot):
+                if self._leaving or not self._preempt_for(slot):
+                    return
+
+    def _extend(self, slot: int) -> bool:
+        """Whether there were pages for it."""
+        slots, kv, positions = self._slots, self._kv, self._starved[slot]
+        owner = slots.request[slot].generation
+        if not kv.can_extend(owner, positions):
+            return False
+        kv.extend(owner, positions)
+        slots.capacity[slot] = kv.capacity(owner)
+        slots.on_device[slot] = slots.paused[slot] = False
+        del self._starved[slot]
+        return True
 
     def starve(self, slot: int, positions: int) -> None:
         """This slot cannot go on without pages for so many positions."""
@@ -155,11 +159,13 @@ class Preemption:
             return None
         return self._slots.request[max(self._starved, key=self._urgency)]
 
-    def _preempt_for(self, starved: int) -> None:
+    def _preempt_for(self, starved: int) -> bool:
+        """Whether anybody can leave."""
         slots = self._slots
         victim = next(self._able_to_leave(slots.priority >= slots.priority[starved]), None)
         if victim is not None:
             self._pause(victim)
+        return victim is not None
 
     def _able_to_leave(self, eligible: np.ndarray) -> Iterator[int]:
         """Victims for which there is host memory, beside those before them, or which may begin
@@ -213,10 +219,13 @@ class Preemption:
         pages = self._pages_to_keep(slot)
         if pages <= self._host.free_pages:
             self._host.reserve(self._slots.request[slot].generation, pages)
+        if not self._slots.in_flight[slot]:
+            self._begin_saving(slot)
 
     def begin_saving(self) -> None:
         """Of victims of which nothing is in flight any more."""
-        for slot in [slot for slot, saved in self._leaving.items() if saved is None]:
+        waiting = [slot for slot, saved in self._leaving.items() if saved is None]
+        for slot in waiting:
             if not self._slots.in_flight[slot]:
                 self._begin_saving(slot)
 

@@ -272,6 +272,7 @@ class Scheduler:
             choice = choice.without(starved)
             if len(choice.rows):
                 break
+            self._preemption.feed()
             choice = self._batcher.choose()
         if choice is None:
             return None
