@@ -32,6 +32,8 @@ LETTERS = {
     Stage.BOUNDARY: "B",
     Stage.TOKENS: "T",
     Stage.MIXED: "M",
+    Stage.SAVE: ">",
+    Stage.RESTORE: "<",
 }
 
 
@@ -60,8 +62,19 @@ class Cell:
     ready: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """What a SAVE gives: pages of this request from the `first`-th on, with what they hold, and how
+    far it is."""
+
+    generation: int
+    first: int
+    cells: list[dict[int, Cell]]
+    progress: Progress
+
+
 class FakePages:
-    """What lies in the pages, where requests share those of a prompt prefix.
+    """What lies in the pages, where requests share those of a prompt prefix or change them.
 
     Refuses rows that read what is not of their own text, or somebody else's before the host knew
     that it was complete. prompts: by generation; the device is never told of those it shares.
@@ -110,6 +123,28 @@ class FakePages:
                 for position in range(row.position, row.position + row.size):
                     self._cells[self._place(row.generation, position)].ready = True
 
+    def read(self, generation: int, first: int, count: int) -> list[dict[int, Cell]]:
+        """What these pages of a table hold, each by offset."""
+        return [
+            {
+                offset: dataclasses.replace(self._cells[page, offset])
+                for offset in range(self._block_size)
+                if (page, offset) in self._cells
+            }
+            for page in self._of(generation, first, count)
+        ]
+
+    def write(self, generation: int, first: int, content: list[dict[int, Cell]]) -> None:
+        for page, cells in zip(self._of(generation, first, len(content)), content, strict=True):
+            for offset in range(self._block_size):
+                self._cells.pop((page, offset), None)
+            self._cells |= {(page, offset): cell for offset, cell in cells.items()}
+
+    def _of(self, generation: int, first: int, count: int) -> tuple[int, ...]:
+        pages = self._tables[generation][first : first + count]
+        assert count and len(pages) == count, "not that many pages"
+        return pages
+
     def _text(self, generation: int, position: int) -> Hashable:
         prompt = self.prompts[generation]
         return prompt[: position + 1] if position < len(prompt) else (generation, position)
@@ -126,7 +161,7 @@ class FakeDevice:
     It decides exits itself where it is given `leaves`, (generation, position, depth) -> bool, and
     then does nothing for a row that has left. ahead: loops that a request may run before a signal
     of its own is read. alone: whether a batch may leave out rows whose signal is awaited. pages:
-    what they hold, where requests may begin behind a cached prefix.
+    what they hold, where requests may begin behind a cached prefix or be saved and restored.
     """
 
     def __init__(
@@ -140,6 +175,8 @@ class FakeDevice:
         self._token, self._hazard, self._leaves = token, hazard, leaves
         self._ahead, self._alone = ahead, alone
         self._progress: dict[int, Progress] = {}
+        self._away: dict[int, int] = {}  # pages saved, by generation
+        self._back: dict[int, int] = {}  # and those of them restored so far
         self.pages: FakePages | None = None
         self.batches: list[SchedulerOutput] = []
         self.in_flight: list[SchedulerOutput] = []
@@ -148,6 +185,10 @@ class FakeDevice:
 
     def submit(self, batch):
         assert batch.rows
+        if batch.transfer is not None:
+            return self._transfer(batch)
+        assert not any(row.generation in self._away for row in batch.rows), "saved"
+        self._seat(batch)
         decoding = [row.generation for row in batch.rows if not row.size]
         prompts = {row.generation for row in batch.rows if row.size}
         assert len({*decoding, *prompts}) == len(decoding) + len(prompts)
@@ -159,13 +200,16 @@ class FakeDevice:
         if decoding:
             assert all(awaited[generation] <= self._ahead for generation in decoding)
             assert self._alone or max(awaited.values(), default=0) <= self._ahead
+        self._accept(batch)
+        results = [self._run(batch, row) for row in batch.rows]
+        return RunnerOutput(batch.sequence, batch.stage, as_columns(batch, results))
+
+    def _accept(self, batch: SchedulerOutput) -> None:
         if self.pages:
             self.pages.set_tables(batch)
         self.batches.append(batch)
         self.in_flight.append(batch)
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
-        results = [self._run(batch, row) for row in batch.rows]
-        return RunnerOutput(batch.sequence, batch.stage, as_columns(batch, results))
 
     def collect(self, output):
         batch = self.in_flight.pop(0)
@@ -181,15 +225,51 @@ class FakeDevice:
             self.pages.clear()
 
     def stages(self) -> str:
-        """One letter per batch: P prefill, R recurrent, C coda, B boundary, T tokens, M mixed."""
+        """One letter per batch: P prefill, R recurrent, C coda, B boundary, T tokens, M mixed,
+        > save, < restore."""
         return "".join(LETTERS[batch.stage] for batch in self.batches)
 
     def of(self, stage: Stage) -> list[SchedulerOutput]:
         return [batch for batch in self.batches if batch.stage is stage]
 
+    def _seat(self, batch: SchedulerOutput) -> None:
+        """Prompts whose slot is new begin, or begin again: from position 0 or behind a prefix."""
+        new = {update.slot for update in batch.slot_updates}
+        for row in reversed(tuple(batch.rows)):  # of several rows the first counts
+            if row.slot in new and row.size:
+                before = self._progress.get(row.generation, Progress())
+                assert not before.sampled, "begins again after its first output"
+                self._progress[row.generation] = Progress(row.position if self.pages else 0)
+
+    def _transfer(self, batch: SchedulerOutput) -> RunnerOutput:
+        (row,), transfer = batch.rows, batch.transfer
+        generation, first, count = row.generation, transfer.first, transfer.count
+        assert not (row.size or row.depth or row.exit_depth or row.reads_gate)
+        running = (other for other in self.in_flight if other.transfer is None)
+        assert not any(generation in other.rows.generation for other in running), "in flight"
+        self._accept(batch)
+        content = transfer.content
+        if batch.stage is Stage.SAVE:
+            assert content is None and first == self._away.get(generation, 0)
+            at = self._progress[generation]
+            # Of a prompt, what is between its loops is not kept.
+            kept = dataclasses.replace(at, position=min(at.chunks, default=at.position), chunks={})
+            assert row.position == kept.position
+            content = Content(generation, first, self.pages.read(generation, first, count), kept)
+            self._away[generation] = first + count
+            return RunnerOutput(batch.sequence, batch.stage, RowResults(batch.rows), content)
+        assert content.generation == generation and content.progress.position == row.position
+        assert first == content.first == self._back.get(generation, 0)
+        assert count == len(content.cells)
+        self.pages.write(generation, first, content.cells)
+        self._progress[generation] = dataclasses.replace(content.progress, chunks={})
+        self._back[generation] = first + count
+        if self._back[generation] == self._away[generation]:
+            del self._away[generation], self._back[generation]
+        return RunnerOutput(batch.sequence, batch.stage, RowResults(batch.rows))
+
     def _run(self, batch: SchedulerOutput, row: Row) -> RowResult:
-        begins_at = row.position if self.pages else 0
-        at = self._progress.setdefault(row.generation, Progress(begins_at))
+        at = self._progress[row.generation]
         if self.pages and row.depth:
             begins = batch.stage is Stage.BOUNDARY and row.exit_depth > 0  # its next position
             size = row.size or batch.num_tokens
@@ -303,6 +383,8 @@ def fake_engine(
     incremental: bool = False,
     watermark_ratio: float = 0.0,
     caches_prefixes: bool = False,
+    host_pages: int = 1000,
+    pages_per_transfer: int = 2,
     **scheduling,
 ) -> tuple[EngineCore, FakeDevice]:
     limits = ModelLimits(97, FULL_DEPTH, max_positions=512, eos_token_ids=eos_token_ids)
@@ -318,9 +400,11 @@ def fake_engine(
         tokens_per_dispatch,
         run_ahead,
         caches_prefixes=caches_prefixes,
+        host_pages=host_pages,
+        pages_per_transfer=pages_per_transfer,
     )
     device = device or FakeDevice()
-    if caches_prefixes:
+    if caches_prefixes or config.enable_preemption:
         device.pages = FakePages(block_size)
         device.pages.hear_of_requests(scheduler)
     return EngineCore(scheduler, device, limits, policy, max_in_flight), device
