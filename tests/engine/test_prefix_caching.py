@@ -336,28 +336,33 @@ def test_admission_counts_a_prefix_that_others_hold_and_one_that_nobody_holds():
     """The numbers of docs/scheduler.md: pages of 4 tokens, 40 blocks."""
     core, _ = caching_engine(num_pages=10)
     beginning = list(range(20))
-    core.add_request("a", [*beginning, 30], params(max_tokens=4))  # 24 positions
-    while core.scheduler.stage_of("a") is RequestStage.PREFILL or not known_pages(core, beginning):
+
+    def ask(name, prompt, positions):
+        core.add_request(name, prompt, params(max_tokens=positions + 1 - len(prompt)))
+
+    def waits(name):
+        return core.scheduler.stage_of(name) is RequestStage.WAITING
+
+    ask("a", [*beginning, 30], positions=24)
+    while len(known_pages(core, beginning)) < 5:
         core.step()
     assert blocks(core) == (16, 0)
-    core.add_request("b", [*beginning, 31], params(max_tokens=17))  # 37 positions: 10 pages
-    core.add_request("b2", [*beginning, 31], params(max_tokens=16))  # 36 positions: 9 pages
+    ask("b", [*beginning, 31], positions=40)
+    ask("c", [*beginning, 31], positions=36)
     core.step()
-    assert core.scheduler.stage_of("b") is RequestStage.WAITING  # 20 of 40 blocks > 16
-    assert core.scheduler.stage_of("b2") is not RequestStage.WAITING  # 16 of 36 blocks
+    assert waits("b") and not waits("c")
     assert blocks(core) == (0, 0)
     core.abort_request("b")
-    run(core)
+    assert run(core)["c"].num_cached_tokens == 20
     assert blocks(core) == (20, 20)
-    core.add_request("c", [40], params(max_tokens=4))  # 4 blocks
-    core.add_request("d", [*beginning, 32], params(max_tokens=20))  # 40: 20 are cached, and claimed
-    core.add_request("e", [*beginning, 33], params(max_tokens=16))  # 36
+    ask("d", [40], positions=4)
+    ask("e", [*beginning, 32], positions=40)
+    ask("f", [*beginning, 33], positions=36)
     core.step()
-    assert core.scheduler.stage_of("d") is RequestStage.WAITING
-    assert core.scheduler.stage_of("e") is not RequestStage.WAITING
+    assert waits("e") and not waits("d") and not waits("f")
     assert blocks(core) == (0, 0)
     outputs = run(core)
-    assert [outputs[name].num_cached_tokens for name in "cde"] == [0, 20, 20]
+    assert [outputs[name].num_cached_tokens for name in "def"] == [0, 20, 20]
     assert_empty(core, cached_blocks=20)
 
 
