@@ -52,6 +52,7 @@ def last_position(batch: SchedulerOutput, row) -> int:
         {"mode": "refill", "wavefront_chunked_prefill": True, "prefill_chunk_size": 2},
         {"mode": "refill", "tokens_per_dispatch": 4},
         {"mode": "refill", "planes": 1},
+        {"mode": "refill", "caches_prefixes": True},
     ],
     ids=str,
 )
@@ -65,7 +66,9 @@ def test_a_page_comes_with_the_batch_whose_tokens_reach_it(options, block_size):
     grown = pages_in_time(device, block_size)
     new_positions = options.get("tokens_per_dispatch", 1)  # in a batch
     assert len(grown) > 5 and max(grown) == -(-new_positions // block_size)
-    assert_empty(core)
+    found = core.scheduler.totals()["cached_prompt_tokens"]
+    assert (found > 0) == ("caches_prefixes" in options)
+    assert_empty(core, cached_blocks=26 // block_size * 4 if found else 0)
 
 
 def test_without_incremental_allocation_a_table_comes_once_and_whole():
