@@ -69,6 +69,12 @@ _COMMANDS = {
             "r.json --kernels auto,reference --output replay.json",
         ],
     ),
+    "preemption": (
+        "a slot on its way to the host and back",
+        "Saves a running request's slot to host memory and restores it: time and bandwidth, against"
+        "\nthat of plain copies.",
+        ["--context 1024,4096 --output preemption.json"],
+    ),
     "soak": (
         "thousands of short requests, all of which must end",
         "Answers short requests of random lengths, priorities and shared prefixes, and cancels some"
@@ -113,6 +119,7 @@ def add_bench_flags(add: Callable[..., Parser]) -> None:
         "kernels": _add_kernels,
         "throughput": _add_throughput,
         "replay": _add_replay,
+        "preemption": _add_preemption,
         "soak": _add_soak,
         "compare": _add_compare,
         "plot": _add_plot,
@@ -249,6 +256,18 @@ def _add_replay(parser: Parser) -> None:
         (ExecutionConfig, "async_scheduling"),
     }
     _add_engine(parser, of_the_mode, exits=False)
+    _add_output(parser)
+
+
+def _add_preemption(parser: Parser) -> None:
+    group = parser.add_argument_group("measurement")
+    _integers(
+        group, "--context", "prompt tokens of the request, each measured", "1024, on a CPU 64"
+    )
+    _integer(group, "--repeats", "of which the median counts (default: 3)", default=3)
+    _integer(group, "--seed", "of prompts and weights (default: 0)", default=0)
+    chosen = ("max_num_seqs", "policy", "enable_preemption")
+    _add_engine(parser, {(SchedulerConfig, name) for name in chosen}, exits=False)
     _add_output(parser)
 
 

@@ -14,6 +14,7 @@ from rlt_jax.bench import (
     decode,
     kernels,
     plot,
+    preemption,
     prefill,
     record,
     recording,
@@ -290,6 +291,19 @@ def _modes(options: argparse.Namespace, cache: CacheConfig, notes: list[str]) ->
     return all_modes(names, options.kernels or ["auto"], options.in_flight or IN_FLIGHT)
 
 
+def run_preemption(options: argparse.Namespace) -> None:
+    def measure(session: _Session) -> list[preemption.PreemptionRow]:
+        spec = preemption.PreemptionSpec(
+            contexts=tuple(session.default(options.context, [1024], [64])),
+            repeats=options.repeats,
+            seed=options.seed,
+        )
+        spec.check(session.model)
+        return session.measure(preemption, spec, session.configs)
+
+    _run_on_engines(options, preemption, measure)
+
+
 def run_soak(options: argparse.Namespace) -> int:
     spec = soak.SoakSpec(
         requests=options.requests,
@@ -364,6 +378,7 @@ RUN = {
     "kernels": run_kernels,
     "throughput": run_throughput,
     "replay": run_replay,
+    "preemption": run_preemption,
     "soak": run_soak,
     "compare": run_compare,
     "plot": run_plot,

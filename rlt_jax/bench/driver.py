@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import gc
-import os
 import sys
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from rlt_jax.bench.report import plain
 from rlt_jax.bench.synthetic import BenchModel
 from rlt_jax.config import CacheConfig, ExecutionConfig, ExitConfig, SchedulerConfig
 from rlt_jax.engine.types import SchedulerOutput, Stage
+from rlt_jax.host_memory import available_bytes
 from rlt_jax.models.ouro import OuroConfig
 from rlt_jax.outputs import RequestOutput
 from rlt_jax.sampling_params import SamplingParams
@@ -260,10 +260,7 @@ def pool_room(device: jax.Device, cache: CacheConfig) -> float:
     if stats and "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
         return cache.gpu_memory_utilization * free - cache.memory_reserve_bytes - _TEMPORARY_BYTES
-    try:
-        return 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not every system tells
-        return 2**32
+    return 0.8 * available_bytes()
 
 
 def peak_bytes(device: jax.Device) -> int:
