@@ -13,7 +13,7 @@ import numpy as np
 
 from rlt_jax.engine.kv_accounting import KVAccounting
 from rlt_jax.engine.request import Request
-from rlt_jax.engine.slots import ENDED, FREE, HELD, PREFILL, RESTORING, SAVING, Slots
+from rlt_jax.engine.slots import ENDED, FREE, HELD, LAST, PREFILL, RESTORING, SAVING, Slots
 from rlt_jax.engine.staging import Staging
 from rlt_jax.engine.types import SchedulerOutput, Stage, Transfer
 
@@ -116,24 +116,30 @@ class Preemption:
     def make_way(self, priority: int, positions: int, hashes: Sequence[bytes]) -> None:
         """Pauses requests less urgent than one that waits, and lacks a slot, or pages for so many
         positions, which may begin with those of these hashes. Nobody, where that would not do."""
-        slots, num_leaving = self._slots, len(self._leaving)
+        slots = self._slots
         candidates = list(self._able_to_leave(slots.priority > priority))
         if not candidates:
             return
-        owners = [slots.request[slot].generation for slot in (*self._leaving, *candidates)]
-        least = num_leaving or int(not slots.has_free)
+        going = self._going()
+        owners = [slots.request[slot].generation for slot in going + candidates]
+        least = len(going) or int(not slots.has_free)
         for count, lacking in enumerate(self._kv.lacking(positions, hashes, owners)):
             if lacking <= 0 and count >= least:
-                for slot in candidates[: count - num_leaving]:
+                for slot in candidates[: count - len(going)]:
                     self._pause(slot)
                 return
+
+    def _going(self) -> list[int]:
+        """Slots that come free though nobody else leaves."""
+        stage = self._slots.stage
+        return [*self._leaving, *np.flatnonzero((stage == LAST) | (stage == ENDED)).tolist()]
 
     def feed(self) -> None:
         """Pages for those that lack some, the most urgent first; where there are none, somebody
         must leave for it, if only itself."""
         for slot in sorted(self._starved, key=self._urgency):
             while slot in self._starved and not self._extend(slot):
-                if self._leaving or not self._preempt_for(slot):
+                if self._going() or not self._preempt_for(slot):
                     return
 
     def _extend(self, slot: int) -> bool:

@@ -462,11 +462,11 @@ class Scheduler:
             return
         self._slots.stage[request.slot] = ENDED
         self._staging.drop(request.slot)
+        self._preemption.forget(request.slot)
         if not self._slots.in_flight[request.slot]:
             self._release(request)
 
     def _release(self, request: Request) -> None:
         del self._by_generation[request.generation]
-        self._preemption.forget(request.slot)
         self._kv.release(request.generation)
         self._slots.free(request.slot)
