@@ -1,5 +1,6 @@
 """bench preemption: how long a running request's slot is on its way to the host, and back."""
 
+import collections
 import contextlib
 import dataclasses
 import statistics
@@ -9,14 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from rlt_jax.bench.driver import BenchEngine, Configs, check_prompt, random_prompts
+from rlt_jax.bench.driver import BenchEngine, Configs, random_prompts
 from rlt_jax.bench.report import Say, number, percent
 from rlt_jax.bench.synthetic import BenchModel
-from rlt_jax.engine.types import SchedulerOutput, Stage
+from rlt_jax.engine.types import Row, Rows, RunnerOutput, SchedulerOutput, Stage, Transfer
+from rlt_jax.runtime.programs import transfer_pages
+from rlt_jax.runtime.runner import Runner, Ticket
 from rlt_jax.sampling_params import SamplingParams
 from rlt_jax.validation import check_int
 
 _BEFORE, _AFTER = 8, 8  # output tokens of the request before and after it leaves
+_OTHERS_TOKENS = 256  # of a request beside it: enough to last until it is back
 _COPIES = 5
 
 
@@ -29,29 +33,34 @@ class PreemptionSpec:
     seed: int = 0
 
     def check(self, model: BenchModel) -> None:
+        longest = model.config.max_position_embeddings - (_BEFORE + _AFTER) + 1
         for context in self.contexts:
-            check_prompt(context, _BEFORE + _AFTER, model.config)
+            check_int("--context", context, minimum=1, maximum=longest)
         check_int("--repeats", self.repeats, minimum=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class PreemptionRow:
-    """One context; seconds of the median repeat, from the first batch's submission until the last
-    one has been collected.
+    """One context; seconds are medians of the repeats.
 
-    kv_bytes: K/V of the positions saved, whole pages. moved_bytes: with what fills up the last
-    transfer. copy_out_gb_per_s, copy_in_gb_per_s: of one transfer between pinned host memory and
-    the device, nothing else going on.
+    kv_bytes: K/V of the slot's pages. moved_bytes: with what fills up the last transfer.
+    save_seconds, restore_seconds: nothing else going on, from the first transfer's submission until
+    the last one has been collected. beside_save_seconds, beside_restore_seconds: in the engine,
+    where transfers take turns with another request's tokens; tokens_meanwhile: how many of these
+    there were during the save. copy_out_gb_per_s, copy_in_gb_per_s: of one transfer's bytes between
+    pinned host memory and the device, as plain copies.
     """
 
     context: int
     layout: str
-    positions: int
     transfers: int
     kv_bytes: int
     moved_bytes: int
     save_seconds: float
     restore_seconds: float
+    beside_save_seconds: float
+    beside_restore_seconds: float
+    tokens_meanwhile: int
     all_save_seconds: tuple[float, ...]
     all_restore_seconds: tuple[float, ...]
     copy_out_gb_per_s: float
@@ -67,44 +76,46 @@ class PreemptionRow:
 
 
 class _Watch:
-    """Notes when transfers were submitted and collected; an engine.core.Observer."""
+    """Notes when batches were submitted and collected; an engine.core.Observer."""
 
     def __init__(self):
-        self.batches: list[SchedulerOutput] = []
-        self.submitted: dict[int, float] = {}
-        self.collected: dict[int, float] = {}
+        self.submitted: dict[Stage, float] = {}  # the first of each stage
+        self.collected: dict[Stage, float] = {}  # the last one
         self.sampled = 0
+        self.sampled_meanwhile = 0  # between the first SAVE and the first RESTORE
 
     @contextlib.contextmanager
     def submitting(self, batch: SchedulerOutput, id_of: Callable[[int], str]) -> Iterator[None]:
-        self.submitted[batch.sequence] = time.perf_counter()
-        if batch.transfer is not None:
-            self.batches.append(batch)
+        self.submitted.setdefault(batch.stage, time.perf_counter())
         yield
 
     @contextlib.contextmanager
     def collecting(self, batch: SchedulerOutput) -> Iterator[None]:
         yield
-        self.collected[batch.sequence] = time.perf_counter()
-        self.sampled += int(np.count_nonzero(batch.rows.exit_depth)) * batch.num_tokens
+        self.collected[batch.stage] = time.perf_counter()
+        sampled = int(np.count_nonzero(batch.rows.exit_depth)) * batch.num_tokens
+        self.sampled += sampled
+        if Stage.SAVE in self.submitted and Stage.RESTORE not in self.submitted:
+            self.sampled_meanwhile += sampled
 
     def lost(self, error: str) -> None:
         pass
 
-    def of(self, stage: Stage) -> list[SchedulerOutput]:
-        return [batch for batch in self.batches if batch.stage is stage]
-
     def seconds(self, stage: Stage) -> float:
-        sequences = [batch.sequence for batch in self.of(stage)]
-        return self.collected[sequences[-1]] - self.submitted[sequences[0]]
+        return self.collected[stage] - self.submitted[stage]
 
 
 def prepare(spec: PreemptionSpec, model: BenchModel, configs: Configs) -> Configs:
     scheduler = dataclasses.replace(
-        configs.scheduler, max_num_seqs=1, policy="priority", enable_preemption=True
+        configs.scheduler, max_num_seqs=2, policy="priority", enable_preemption=True
     )
     configs = dataclasses.replace(configs, scheduler=scheduler)
-    return configs.fitted(model, 1, max(spec.contexts) + _BEFORE + _AFTER)
+    positions = max(max(spec.contexts) + _BEFORE + _AFTER, _tokens_beside(model))
+    return configs.fitted(model, 2, positions)
+
+
+def _tokens_beside(model: BenchModel) -> int:
+    return min(_OTHERS_TOKENS, model.config.max_position_embeddings)
 
 
 def run(spec: PreemptionSpec, engine: BenchEngine, say: Say) -> Iterator[PreemptionRow]:
@@ -115,46 +126,97 @@ def run(spec: PreemptionSpec, engine: BenchEngine, say: Say) -> Iterator[Preempt
 
 def _measure(spec: PreemptionSpec, engine: BenchEngine, context: int) -> PreemptionRow:
     rng = np.random.default_rng(spec.seed)
-    watches = [_preempt(engine, context, rng) for _ in range(1 + spec.repeats)][1:]  # one warms up
-    plan, first = engine.parts.memory_plan, watches[0]
-    transfers = first.of(Stage.SAVE)
-    pages = sum(batch.transfer.count for batch in transfers)
+    alone = [_save_and_restore(engine, context, rng) for _ in range(1 + spec.repeats)][1:]
+    beside = [_preempt(engine, context, rng) for _ in range(1 + spec.repeats)][1:]  # one warms up
+    counts = alone[0].counts
+    plan = engine.parts.memory_plan
     page_bytes = plan.planes * plan.bytes_per_block
-    transfer_bytes = transfers[0].transfer.count * page_bytes
-    copy_out, copy_in = _copy_rates(engine.model.device, transfer_bytes)
-    saves = tuple(watch.seconds(Stage.SAVE) for watch in watches)
-    restores = tuple(watch.seconds(Stage.RESTORE) for watch in watches)
+    copy_out, copy_in = _copy_rates(engine.model.device, counts[0] * page_bytes)
+    median = sorted(beside, key=lambda watch: watch.seconds(Stage.SAVE))[len(beside) // 2]
     return PreemptionRow(
         context=context,
         layout=engine.configs.cache.layout,
-        positions=int(transfers[0].rows.position[0]),
-        transfers=len(transfers),
-        kv_bytes=pages * page_bytes,
-        moved_bytes=len(transfers) * transfer_bytes,
-        save_seconds=statistics.median_low(saves),
-        restore_seconds=statistics.median_low(restores),
-        all_save_seconds=saves,
-        all_restore_seconds=restores,
+        transfers=len(counts),
+        kv_bytes=sum(counts) * page_bytes,
+        moved_bytes=len(counts) * counts[0] * page_bytes,
+        save_seconds=statistics.median_low(one.save_seconds for one in alone),
+        restore_seconds=statistics.median_low(one.restore_seconds for one in alone),
+        beside_save_seconds=median.seconds(Stage.SAVE),
+        beside_restore_seconds=median.seconds(Stage.RESTORE),
+        tokens_meanwhile=median.sampled_meanwhile,
+        all_save_seconds=tuple(one.save_seconds for one in alone),
+        all_restore_seconds=tuple(one.restore_seconds for one in alone),
         copy_out_gb_per_s=copy_out,
         copy_in_gb_per_s=copy_in,
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Alone:
+    """counts: pages of each transfer."""
+
+    counts: list[int]
+    save_seconds: float
+    restore_seconds: float
+
+
+def _save_and_restore(engine: BenchEngine, context: int, rng: np.random.Generator) -> _Alone:
+    """The slot of a request between two of its tokens, by the runner alone; then it goes on."""
+    core, parts = engine.parts.core, engine.parts
+    (prompt,) = random_prompts(engine.model.config, 1, context, rng)
+    engine.add("alone", prompt, SamplingParams(max_tokens=_BEFORE + _AFTER, ignore_eos=True))
+    with engine.recording() as recorder:
+        while recorder.total < _BEFORE:
+            core.step()
+    (table,) = core.scheduler.block_tables().values()
+    at_once = transfer_pages(parts.programs.spec)
+    firsts = range(0, len(table), at_once)
+    transfers = [Transfer(first, min(at_once, len(table) - first)) for first in firsts]
+    row = recorder.collected[-1].rows[0]
+    results, save_seconds = _transfer(parts.runner, Stage.SAVE, row, transfers)
+    saved = [
+        dataclasses.replace(transfer, content=result.content)
+        for transfer, result in zip(transfers, results, strict=True)
+    ]
+    _, restore_seconds = _transfer(parts.runner, Stage.RESTORE, row, saved)
+    engine.finish()
+    return _Alone([transfer.count for transfer in transfers], save_seconds, restore_seconds)
+
+
+def _transfer(
+    runner: Runner, stage: Stage, row: Row, transfers: Sequence[Transfer]
+) -> tuple[list[RunnerOutput], float]:
+    """Two on their way at once: (what was collected, seconds)."""
+    rows = Rows.of([Row(row.generation, row.slot, row.position)])
+    tickets: collections.deque[Ticket] = collections.deque()
+    results: list[RunnerOutput] = []
+    jax.block_until_ready(runner.state)
+    started = time.perf_counter()
+    for i, transfer in enumerate(transfers):
+        tickets.append(runner.submit(SchedulerOutput(-1 - i, stage, rows, transfer=transfer)))
+        if len(tickets) > 1:
+            results.append(runner.collect(tickets.popleft()))
+    results += map(runner.collect, tickets)
+    return results, time.perf_counter() - started
+
+
 def _preempt(engine: BenchEngine, context: int, rng: np.random.Generator) -> _Watch:
-    """A request, in the midst of which a more urgent one takes its only slot."""
+    """Two requests decode until a more urgent one takes the slot of the second."""
     core, watch = engine.parts.core, _Watch()
     (prompt,) = random_prompts(engine.model.config, 1, context, rng)
     core.observers += (watch,)
     try:
         params = SamplingParams(max_tokens=_BEFORE + _AFTER, ignore_eos=True, priority=1)
+        longer = dataclasses.replace(params, max_tokens=_tokens_beside(engine.model))
+        engine.add("other", prompt[:1], longer)
         engine.add("saved", prompt, params)
-        while watch.sampled < _BEFORE:
+        while watch.sampled < 2 * _BEFORE:
             core.step()
         engine.add("urgent", prompt[:1], SamplingParams(max_tokens=1, ignore_eos=True))
         engine.finish()
     finally:
         core.observers = tuple(one for one in core.observers if one is not watch)
-    if not watch.of(Stage.RESTORE):
+    if Stage.RESTORE not in watch.collected:
         raise RuntimeError("the request was not preempted: is there host memory for it?")
     return watch
 
@@ -186,6 +248,9 @@ COLUMNS = (
     "restore ms",
     "GB/s",
     "of a copy's",
+    "beside: save ms",
+    "restore ms",
+    "other's tokens",
 )
 
 
@@ -202,6 +267,9 @@ def table(rows: Sequence[PreemptionRow]) -> list[list[str]]:
             number(1e3 * row.restore_seconds, 1),
             number(row.restore_gb_per_s, 1),
             percent(row.restore_gb_per_s / row.copy_in_gb_per_s),
+            number(1e3 * row.beside_save_seconds, 1),
+            number(1e3 * row.beside_restore_seconds, 1),
+            str(row.tokens_meanwhile),
         ]
         for row in rows
     ]

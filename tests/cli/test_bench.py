@@ -34,6 +34,8 @@ def test_bench_alone_shows_its_commands(cli):
         "kernels",
         "throughput",
         "replay",
+        "preemption",
+        "soak",
         "compare",
         "plot",
     ):
