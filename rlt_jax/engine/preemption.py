@@ -136,11 +136,13 @@ class Preemption:
 
     def feed(self) -> None:
         """Pages for those that lack some, the most urgent first; where there are none, somebody
-        must leave for it, if only itself."""
+        must leave for it, if only itself. Where nobody can, the others have what is there."""
         for slot in sorted(self._starved, key=self._urgency):
             while slot in self._starved and not self._extend(slot):
-                if self._going() or not self._preempt_for(slot):
+                if self._going():
                     return
+                if not self._preempt_for(slot):
+                    break
 
     def _extend(self, slot: int) -> bool:
         """Whether there were pages for it."""

@@ -255,21 +255,9 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """The next batch, or None when nothing can run now."""
-        batch = self._schedule_once()
-        turns = self._config.max_num_seqs
-        # Where all have come to lack pages, somebody must leave before anyone can go on.
-        while batch is None and turns and self._is_stuck():
-            batch = self._schedule_once()
-            turns -= 1
-        return batch
-
-    def _is_stuck(self) -> bool:
-        return self._preemption.is_short_of_pages and not self._slots.in_flight.any()
-
-    def _schedule_once(self) -> SchedulerOutput | None:
+        self._preemption.begin_saving()
         self._preemption.feed()
         self._admit()
-        self._preemption.begin_saving()
         # Pages go to the host and back while the device works on other batches in between.
         batch = None if self._transferred else self._schedule_transfer()
         self._transferred = batch is not None

@@ -414,3 +414,18 @@ def test_nobody_ends_with_an_error_while_there_is_host_memory():
     outputs = run(core)
     assert preempted(outputs) == {"b": 1}
     assert_complete(outputs)
+
+
+def test_pages_too_few_for_one_that_nobody_can_leave_for_go_to_the_next():
+    """c, in its prompt, leaves one page: a lacks two, b one."""
+    options = {"block_size": 3, "num_pages": 4, "incremental": True, "policy": "fcfs"}
+    core, _ = preempting(
+        max_num_seqs=3, host_pages=0, tokens_per_dispatch=4, prefill_chunk_size=4, **options
+    )
+    core.add_request("a", [1] * 3, params(5))
+    core.add_request("b", [1] * 4, params(5))
+    core.step()
+    core.add_request("c", [1] * 3, params(1))
+    outputs = run(core)
+    assert preempted(outputs) == {"c": 1}
+    assert_complete(outputs)
