@@ -73,7 +73,16 @@ def assemble(
     kernels = choose_kernels(execution.kernels, model, policy, cache, device)
     buckets = plan_buckets(cache, scheduling, execution)
     clock = [time.perf_counter()]
-    plan = plan_memory(model, policy, cache, scheduling.max_num_seqs, buckets, device, kernels)
+    plan = plan_memory(
+        model,
+        policy,
+        cache,
+        scheduling.max_num_seqs,
+        buckets,
+        device,
+        kernels,
+        execution.max_in_flight,
+    )
     shape = plan.state_shape(scheduling.max_num_seqs, model.max_position_embeddings)
     spec = ProgramSpec(model, policy, shape, kernels, program_exits(exits, execution))
     programs = Programs(spec, buckets, device)

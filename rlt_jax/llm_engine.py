@@ -216,7 +216,9 @@ class LLMEngine:
 
     def _bucket_of(self, batch: SchedulerOutput) -> int | None:
         """Rows, in a prefill or mixed batch prompt tokens, that a batch is padded to; None: it does
-        not fit."""
+        not fit, or has pages to move and no rows to run."""
+        if batch.transfer is not None:
+            return None
         kinds = {
             Stage.CODA: Kind.CODA_GREEDY,
             Stage.PREFILL: Kind.PREFILL,

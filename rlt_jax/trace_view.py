@@ -13,7 +13,7 @@ from rlt_jax.terminal import depth_style
 from rlt_jax.validation import check_float, check_int, check_picture
 
 _PREFILL, _CODA, _LOST, _IDLE, _LIFE = "#f2c14e", "#7d8998", "#ffffff", "#d8dbdf", "#c3c8ce"
-_VAIN = "#f4f5f6"
+_VAIN, _SAVE, _RESTORE = "#f4f5f6", "#e08e79", "#8fbf9f"
 # Hatched: edge colours.
 _HATCHED = {"lost": "#c0392b", "vain": "#9aa3ad"}
 _DETAILED = 5000  # with more cells than this, an SVG holds them as one image
@@ -33,7 +33,8 @@ class Span:
 class Cell:
     """A part of a row's place in the picture: prompt tokens, one loop, or the coda alone (kind:
     "prefill", "chunk": one loop of prompt tokens, "loop", "vain": a loop of a token that had left,
-    "coda", "lost"). line: of the `lines` below each other that its request needs in the batch."""
+    "coda", "save" and "restore": its pages, "lost"). line: of the `lines` below each other that its
+    request needs in the batch."""
 
     kind: str
     depth: int
@@ -132,6 +133,8 @@ def cells_of(span: Span, row: TracedRow, y: int, full_depth: int, exits: Exits) 
     batch, start, end = span.batch, span.start, span.end
     if batch.collected is None:
         yield Cell("lost", 0, start, end, y)
+    elif batch.stage is Stage.SAVE or batch.stage is Stage.RESTORE:
+        yield Cell(batch.stage.value, 0, start, end, y)
     elif batch.stage is Stage.PREFILL:
         yield Cell("prefill", 0, start, end, y, str(row.tokens))
     elif row.tokens:
@@ -211,6 +214,8 @@ def _figure(trace: RunTrace, spans: Sequence[Span], time: bool, width: float | N
     colours |= {
         ("prefill", 0): _PREFILL,
         ("coda", 0): _CODA,
+        ("save", 0): _SAVE,
+        ("restore", 0): _RESTORE,
         ("lost", 0): _LOST,
         ("vain", 0): _VAIN,
     }
@@ -373,6 +378,8 @@ def _legend(figure: Any, colours: dict[tuple[str, int], str], marks: bool, time:
         "chunk": "prompt, loop {}",
         "prefill": "prefill (prompt tokens)",
         "coda": "coda alone",
+        "save": "pages to the host",
+        "restore": "pages back",
         "lost": "no results",
         "vain": "loop run in vain",
     }

@@ -66,12 +66,13 @@ class WaitingRequests:
     def admissible(
         self,
         room: Callable[[], int],
-        shared: Callable[[Request], int] = lambda _: 0,
+        shared: Callable[[Request, int], int] = lambda *_: 0,
         only_first: bool = False,
     ) -> Iterator[Request]:
         """Takes out those whose turn it is, one by one; each must have its blocks before the next
         is asked for. room: positions that one request can have now. shared: those that it would
-        have in common with others, and need no room. only_first: nobody overtakes."""
+        have in common with others, and need no room; asked with those that are lacking, it may
+        say 0 where there cannot be as many. only_first: nobody overtakes."""
         passed = 0  # those at the head of the queue that do not fit
         bypasses_left = math.inf  # of the one among them with the fewest
         most = room()
@@ -79,7 +80,8 @@ class WaitingRequests:
             if passed == len(self._queue) or not bypasses_left:
                 return
             one = self._queue[passed]
-            if one.positions <= most or one.positions - shared(one.request) <= most:
+            lacking = one.positions - most
+            if lacking <= 0 or lacking <= shared(one.request, lacking):
                 for overtaken in self._queue[:passed]:
                     overtaken.bypasses_left -= 1
                 bypasses_left -= 1

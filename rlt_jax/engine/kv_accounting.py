@@ -1,6 +1,7 @@
 """Which KV pages belong to whom: host-side bookkeeping only."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
@@ -187,9 +188,12 @@ class KVAccounting:
         return self._cache.find(hashes)
 
     def shared_positions(self, hashes: Sequence[bytes]) -> int:
-        """Positions of this prefix that need no more room, since other owners hold them. The same
-        until `changes` changes."""
-        return self._held(self._cache.find(hashes)) * self.geometry.block_size
+        """Positions of this prefix that need no more room, since other owners hold them, up to the
+        first page that nobody does. The same until `changes` changes: what is evicted, nobody
+        holds."""
+        known = self._cache.find(hashes)
+        held = itertools.takewhile(lambda page: not self._cache.is_idle(page), known)
+        return sum(1 for _ in held) * self.geometry.block_size
 
     def publish(self, owner: int, hashes: Sequence[bytes], first: int) -> None:
         """The owner's pages from the `first`-th on hold what these hashes say: others may share
@@ -208,6 +212,5 @@ class KVAccounting:
             page = self._free.pop()
         else:
             page = self._cache.evict()
-            self.changes += 1
         self._holders[page] = 1
         return page

@@ -97,10 +97,10 @@ class Seating:
             return ()
         return request.page_hashes[: (len(request.prompt) - 1) // self._kv.geometry.block_size]
 
-    def _shared_positions(self, request: Request) -> int:
-        """Those of a waiting request whose pages others hold. Kept while nothing has changed: at
-        every step the same requests are looked at."""
-        if not request.page_hashes:
+    def _shared_positions(self, request: Request, wanted: int) -> int:
+        """Those of a waiting request whose pages others hold, or 0 where they cannot be as many as
+        wanted. Kept while nothing has changed: at every step the same requests are looked at."""
+        if len(request.page_hashes) * self._kv.geometry.block_size < wanted:
             return 0
         if self._shared_at != self._kv.changes:
             self._shared_at = self._kv.changes

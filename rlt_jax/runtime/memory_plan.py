@@ -19,7 +19,6 @@ from rlt_jax.runtime.transfers import abstract_content
 logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 2**30
-TRANSFERS_IN_FLIGHT = 4  # two each way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +28,7 @@ class MemoryPlan:
     source: "num_blocks", "kv_cache_memory_bytes", "cpu_default" or "device_memory". num_blocks
     counts the blocks of every depth; num_pages = num_blocks // planes is what requests share.
     useful_blocks: enough for max_num_seqs full contexts. window_rows: of StateShape.
-    transfer_bytes: for what is on its way to the host and back, two transfers each way at worst.
+    transfer_bytes: for pages on their way to the host or back, in every batch in flight at worst.
     """
 
     source: str
@@ -66,8 +65,9 @@ def plan_memory(
     buckets: Buckets,
     device: jax.Device,
     kernels: Kernels = REFERENCE,
+    max_in_flight: int = 1,
 ) -> MemoryPlan:
-    """Sizes the KV pool. Raises ValueError when not even one page fits."""
+    """Sizes the KV pool. max_in_flight: batches. Raises ValueError when not even one page fits."""
     last_exited = cache.layout == "last_exited"
     planes = config.total_ut_steps if last_exited else 1
     # There whether batches are mixed or not: one set of programs serves all engines of a size.
@@ -89,7 +89,7 @@ def plan_memory(
         width = -(-config.max_position_embeddings // cache.block_size)
         shape = StateShape(num_slots, 1, planes, cache.block_size, width, window)
         spec = ProgramSpec(config, policy, shape, kernels)
-        terms = _device_terms(spec, cache, buckets, device)
+        terms = _device_terms(spec, cache, buckets, device, max_in_flight)
         taken = terms["temporary_bytes"] + terms["transfer_bytes"] + terms["reserve_bytes"]
         blocks = min(useful, (terms["budget_bytes"] - weights - taken) // block_bytes)
     if blocks < planes:
@@ -114,7 +114,11 @@ def plan_memory(
 
 
 def _device_terms(
-    spec: ProgramSpec, cache: CacheConfig, buckets: Buckets, device: jax.Device
+    spec: ProgramSpec,
+    cache: CacheConfig,
+    buckets: Buckets,
+    device: jax.Device,
+    max_in_flight: int,
 ) -> dict[str, int]:
     """Budget, temporaries, transfers and reserve of a device with memory of its own.
 
@@ -148,7 +152,7 @@ def _device_terms(
     budget = min(limit, wanted)
     return {
         "temporary_bytes": temporaries + rest_of_state,
-        "transfer_bytes": TRANSFERS_IN_FLIGHT * content,
+        "transfer_bytes": max_in_flight * content,
         "budget_bytes": budget - others,
         "reserve_bytes": cache.memory_reserve_bytes,
     }
