@@ -15,18 +15,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from rlt_jax.engine.types import (
-    SHARED_PREFILL_TOKENS,
     BatchError,
     DeviceLostError,
     Row,
     RowResult,
     RunnerOutput,
     SchedulerOutput,
+    SlotUpdate,
     Stage,
 )
 from tests.engine.fake_device import as_columns
-from tests.engine.simulated_kv import Limits, Prefix, SimulatedKV, Slot
+from tests.engine.simulated_kv import Prefix, SimulatedKV, Slot
+from tests.engine.simulated_limits import TRANSFERS, Limits, check_size
 from tests.engine.simulated_model import FULL_DEPTH, coda, gate, loop, prelude
+from tests.engine.simulated_transfers import Transfers
 
 FAILURES = (
     "batch error",
@@ -84,7 +86,7 @@ class SimulatedDevice:
         self._failing: dict[Ticket, str] = {}
         self._lateness = random.Random(seed)
         self._submissions = 0
-        self._generations: set[int] = set()  # that ever had a slot
+        self.transfers = Transfers(limits, self.events)
         self._reset_fails = False
         self._start_empty()
 
@@ -99,7 +101,7 @@ class SimulatedDevice:
 
     def submit(self, batch: SchedulerOutput) -> Ticket:
         assert not self._lost, "the device state is lost"
-        self._check_size(batch)
+        check_size(batch, self.limits, self.events)
         failure = self._failures.get(self._submissions)
         self._submissions += 1
         if failure is not None:
@@ -116,6 +118,11 @@ class SimulatedDevice:
         tables = tuple(self._set_slots(batch))
         owners = zip(batch.rows.slot.tolist(), batch.rows.generation.tolist(), strict=True)
         ticket = Ticket(batch, tuple(self._slot_of(*owner) for owner in owners), tables)
+        stages = self._stages_in_flight() if batch.stage in TRANSFERS else {}
+        for slot in ticket.slots:
+            self.transfers.check(batch, slot, stages)
+        for row, slot in zip(batch.rows, ticket.slots) if batch.rows.tokens else ():
+            slot.sent = max(slot.sent, row.position + len(row.tokens) * bool(row.tokens))
         self._await_signals(ticket)
         self._stream.append(ticket)
         self._uncollected.append(ticket)
@@ -168,50 +175,10 @@ class SimulatedDevice:
         if not self._lost:
             self._lost = True
             self.losses += 1
+            self.transfers.lose_device()
             self._failing.clear()
 
-    # -- what can be checked without knowing the state ------------------------------------------
-
-    def _check_size(self, batch: SchedulerOutput) -> None:
-        limits, rows = self.limits, batch.rows
-        assert len(rows), "an empty batch"
-        if batch.stage is Stage.MIXED:
-            self._check_mixed_size(batch)
-        else:
-            assert len(set(rows.slot.tolist())) == len(rows), "two rows of one slot"
-            assert len(set(rows.generation.tolist())) == len(rows), "two rows of one request"
-            assert batch.num_loops == 1
-        assert rows.slot.min() >= 0 and rows.slot.max() < limits.num_slots
-        assert batch.has_coda == (batch.stage in (Stage.CODA, Stage.BOUNDARY, Stage.TOKENS))
-        if batch.stage is Stage.PREFILL:
-            chunk = limits.chunk
-            if limits.planes == 1:
-                chunk = min(chunk, SHARED_PREFILL_TOKENS)
-            assert all(0 < len(tokens) <= chunk for tokens in rows.tokens)
-            assert sum(map(len, rows.tokens)) <= limits.max_prompt_tokens
-        elif batch.stage is not Stage.MIXED:
-            assert len(rows) <= limits.max_rows
-        if batch.num_tokens != 1:
-            assert batch.num_tokens == limits.tokens_per_dispatch
-            assert batch.stage is Stage.TOKENS and not batch.samples
-            self.events["several tokens in a dispatch"] += 1
-
-    def _check_mixed_size(self, batch: SchedulerOutput) -> None:
-        limits, rows, events = self.limits, batch.rows, self.events
-        decoding = int(np.count_nonzero(rows.size == 0))
-        assert not rows.size[:decoding].any(), "decode rows come first"
-        assert decoding <= limits.max_rows and decoding < len(rows)
-        assert decoding + rows.size.sum() <= limits.max_prompt_tokens, "beyond the token budget"
-        assert rows.size.max() <= limits.chunk
-        assert not decoding or batch.num_loops == 1, "decode rows decide after every loop"
-        prompts = set(rows.slot[decoding:].tolist())
-        assert len({*rows.slot[:decoding].tolist(), *prompts}) == decoding + len(prompts)
-        window = [row.window + i for row in rows for i in range(row.size)]
-        assert len(set(window)) == len(window), "two chunks in one place"
-        assert min(window) >= 0 and max(window) < len(self._window)
-        events["prompts beside decode rows"] += decoding > 0
-        events["several loops in a dispatch"] += batch.num_loops > 1
-        events["chunks side by side"] += len(prompts) < len(rows) - decoding
+    # -- what is submitted ------------------------------------------------------------------------
 
     def _set_slots(self, batch: SchedulerOutput) -> Iterator[tuple[Slot, np.ndarray]]:
         """The slots that are new or have grown, with their tables."""
@@ -221,19 +188,31 @@ class SimulatedDevice:
         for update in batch.slot_updates:
             generation = generations.pop(update.slot)  # a row of this batch, updated once
             slot = self._slots.get(update.slot)
-            if generation in self._generations:
-                assert self.limits.incremental and slot.generation == generation
-                assert len(update.block_table) > slot.table.size, "a slot set twice"
-                self.events["a table grew"] += 1
-            else:
-                self._generations.add(generation)
+            is_new = slot is None or not self._grows(batch, slot, generation, update)
+            if is_new:
                 assert slot not in in_flight, "its slot is still in use"
                 cached = int(rows.position[rows.slot == update.slot].min())
+                if batch.stage is Stage.RESTORE:
+                    cached = 0
                 slot = self._slots[update.slot] = Slot(generation, update, self.limits, cached)
+            self.events["a table grew"] += not is_new
             busy = {page for other in in_flight - {slot} for page in other.table.tolist()}
             given_up = self._kv.give(slot, update.block_table, busy)
             self.events["a completed page was given up"] += given_up * self.limits.caches_prefixes
+            if is_new:
+                self.transfers.enter(slot, batch.stage, in_flight)
             yield slot, slot.table
+
+    def _grows(
+        self, batch: SchedulerOutput, slot: Slot, generation: int, update: SlotUpdate
+    ) -> bool:
+        """Whether the request goes on where it is; else it comes to this slot, or comes back."""
+        if slot.generation != generation or not self.limits.incremental:
+            return False
+        if batch.stage is Stage.RESTORE and not batch.transfer.first:
+            return False
+        begins = {row.position for row in batch.rows if row.slot == update.slot and row.tokens}
+        return len(update.block_table) > slot.table.size and begins <= {slot.sent}
 
     def _slot_of(self, number: int, generation: int) -> Slot:
         slot = self._slots[number]
@@ -270,6 +249,13 @@ class SimulatedDevice:
                 slot.awaited.append((token, row.depth))
                 ticket.signals[i] = (token, row.depth)
 
+    def _stages_in_flight(self) -> dict[Slot, set[Stage]]:
+        stages: dict[Slot, set[Stage]] = {}
+        for ticket in self._uncollected:
+            for slot in ticket.slots:
+                stages.setdefault(slot, set()).add(ticket.batch.stage)
+        return stages
+
     def is_busy(self, generation: int) -> bool:
         """Whether a batch of this request is submitted and not collected."""
         return any(generation == s.generation for t in self._uncollected for s in t.slots)
@@ -284,15 +270,24 @@ class SimulatedDevice:
         ticket = self._stream.popleft()
         for slot, table in ticket.tables:
             self._kv.set_table(slot, table)
-        run = {Stage.PREFILL: self._prefill, Stage.TOKENS: self._whole_tokens}
+        run = {
+            Stage.PREFILL: self._prefill,
+            Stage.TOKENS: self._whole_tokens,
+            **dict.fromkeys(TRANSFERS, self._nothing),
+        }
         run_row = run.get(ticket.batch.stage, self._decode)
-        batch = ticket.batch
+        batch, content = ticket.batch, None
         pairs = list(zip(batch.rows, ticket.slots, strict=True))
+        if batch.stage is Stage.SAVE:
+            content = self.transfers.save(self._kv, batch, *pairs[0])
+        if batch.stage is Stage.RESTORE:
+            self.transfers.restore(self._kv, batch, *pairs[0])
         if batch.stage is Stage.MIXED:
             self._chunks([pair for pair in pairs if pair[0].size], batch.num_loops)
             run_row = self._decode_or_chunk
         rows = [run_row(batch, row, slot) for row, slot in pairs]
-        ticket.output = RunnerOutput(batch.sequence, batch.stage, as_columns(batch, rows))
+        results = as_columns(batch, rows)
+        ticket.output = RunnerOutput(batch.sequence, batch.stage, results, content)
 
     def _prefill(self, batch: SchedulerOutput, row: Row, slot: Slot) -> RowResult:
         assert not slot.prompt_ended and row.position == slot.position
@@ -348,10 +343,11 @@ class SimulatedDevice:
         slot.prompt_ended, slot.depth = True, FULL_DEPTH
         slot.position -= 1
 
+    def _nothing(self, batch: SchedulerOutput, row: Row, slot: Slot) -> RowResult:
+        return RowResult(row.generation, row.position, row.depth)
+
     def _decode_or_chunk(self, batch: SchedulerOutput, row: Row, slot: Slot) -> RowResult:
-        if row.size:
-            return RowResult(row.generation, row.position, row.depth)
-        return self._decode(batch, row, slot)
+        return (self._nothing if row.size else self._decode)(batch, row, slot)
 
     def _whole_tokens(self, batch: SchedulerOutput, row: Row, slot: Slot) -> RowResult:
         assert row.position == slot.position and slot.depth == 0
@@ -398,7 +394,8 @@ class SimulatedDevice:
         )
 
     def _loop(self, slot: Slot, depth: int) -> None:
-        assert slot.prompt_ended and depth == slot.depth + 1 <= FULL_DEPTH
+        assert slot.prompt_ended and slot.depth < FULL_DEPTH
+        assert depth == slot.depth + 1, "not the loop that is next"
         assert slot.position < slot.cells.size, "past the last page"
         if depth == 1:
             slot.hidden = prelude(slot.text, slot.position, slot.token)

@@ -10,34 +10,11 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from rlt_jax.engine.types import SlotUpdate
+from tests.engine.simulated_limits import Limits
 from tests.engine.simulated_model import FULL_DEPTH, read_prompt
 
 _GENERATION, _POSITION = 20, 4  # bits of a mark below these
 _DEPTHS = np.arange(1, FULL_DEPTH + 1)[:, None]  # [planes, 1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a device is built for. max_rows: of a decode batch. chunk: prompt tokens of a row.
-
-    run_ahead: a loop may be submitted before the signal of the one before it is read. lag: loops
-    that a token still runs after the one whose signal makes it leave. incremental: block tables
-    may grow. caches_prefixes: they may begin with pages that other requests have written.
-    """
-
-    num_pages: int
-    planes: int
-    block_size: int
-    num_slots: int
-    max_rows: int
-    max_prompt_tokens: int
-    chunk: int
-    max_in_flight: int
-    tokens_per_dispatch: int
-    run_ahead: bool
-    lag: int
-    incremental: bool
-    caches_prefixes: bool
 
 
 class Slot:
@@ -50,7 +27,10 @@ class Slot:
     find, in each plane.
     signals: of the token's loops. left: the device has decided that it runs no further loop.
     awaited: output index and loop of every signal that is asked for and not collected.
-    told_left: output index of the last token whose leaving was collected.
+    told_left: output index of the last token whose leaving was collected. sent: prompt tokens of
+    batches so far, and those cached.
+    saved: pages that batches were to save. lacking, restored: those of the slot it had before that
+    no batch was to restore yet, and the others.
     """
 
     def __init__(self, generation: int, update: SlotUpdate, limits: Limits, cached: int = 0):
@@ -66,7 +46,8 @@ class Slot:
         self.signals: list[np.float32] = []
         self.left = False
         self.awaited: list[tuple[int, int]] = []
-        self.told_left = -1
+        self.told_left, self.sent = -1, cached
+        self.saved = self.lacking = self.restored = 0
 
     def set_table(self, table: np.ndarray) -> None:
         """It arrives; nothing is written in its new pages."""
@@ -76,6 +57,15 @@ class Slot:
         marks = (self.generation << _GENERATION) + (new << _POSITION)
         self.marks = np.concatenate([self.marks, marks])
         self.history = np.concatenate([self.history, np.zeros((planes, len(new)), int)], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """What lies in pages of a slot, [planes, positions], and what it knows of them."""
+
+    places: np.ndarray
+    marks: np.ndarray
+    history: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +131,6 @@ class SimulatedKV:
         """It arrives; where the slot is new, with the prefix that lies in its first pages."""
         is_new = not slot.cells.size
         slot.set_table(table)
-        if is_new:
-            self._texts[slot.generation] = []
         if is_new and slot.cached:
             self._read_prefix(slot)
 
@@ -157,19 +145,23 @@ class SimulatedKV:
         for i, writer in enumerate(writers):
             before = self._texts[writer][i - 1] if i else 0
             assert before == slot.text, "a cached page follows another beginning"
-            slot.text = self._texts[writer][i]
-            self._texts[slot.generation].append(slot.text)
+            self._read_on(slot, i, self._texts[writer][i])
         slot.marks[: slot.cached] = marks
         slot.history[:, : slot.cached] = found
         self.served.append(Prefix(slot.generation, slot.cached, slot.text, frozenset(writers)))
 
     def read_tokens(self, slot: Slot, tokens: Sequence[int]) -> None:
         """A prompt goes on."""
-        for token in tokens:
-            slot.text = read_prompt(slot.text, token)
-            self._texts[slot.generation].append(slot.text)
+        for position, token in enumerate(tokens, slot.position):
+            self._read_on(slot, position, read_prompt(slot.text, token))
         slot.position += len(tokens)
         assert slot.position <= slot.cells.size
+
+    def _read_on(self, slot: Slot, position: int, text: int) -> None:
+        """Others may know its pages, even when it begins again."""
+        slot.text = text
+        texts = self._texts.setdefault(slot.generation, [])
+        texts[position : position + 1] = [text]
 
     def write(self, slot: Slot, place: slice | int, depth: int) -> None:
         """The K/V of one loop of these positions."""
@@ -203,6 +195,24 @@ class SimulatedKV:
         expected = slot.marks[:end] + (depth if self._limits.planes > 1 else FULL_DEPTH)
         found = self._places[self._plane(depth), slot.cells[:end]]
         assert (found == expected).all(), "the prompt before it has not run this loop"
+
+    # -- to the host and back ---------------------------------------------------------------------
+
+    def texts(self, slot: Slot) -> tuple[int, ...]:
+        """What was read of its prompt after each token."""
+        return tuple(self._texts[slot.generation])
+
+    def save(self, slot: Slot, first: int, count: int) -> Pages:
+        place = slice(first * slot.block_size, (first + count) * slot.block_size)
+        places = self._places[:, slot.cells[place]]
+        return Pages(places, slot.marks[place].copy(), slot.history[:, place].copy())
+
+    def restore(self, slot: Slot, first: int, pages: Pages, texts: tuple[int, ...]) -> None:
+        place = slice(first * slot.block_size, first * slot.block_size + len(pages.marks))
+        self._places[:, slot.cells[place]] = pages.places
+        slot.marks[place], slot.history[:, place] = pages.marks, pages.history
+        for position, text in enumerate(texts):
+            self._read_on(slot, position, text)
 
     def _plane(self, depth: int) -> int:
         return min(depth, self._limits.planes) - 1

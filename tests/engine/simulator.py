@@ -9,14 +9,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rlt_jax.engine.core import EngineCore
+from rlt_jax.engine.core import EngineCore, logger
 from rlt_jax.engine.intake import ModelLimits
 from rlt_jax.engine.kv_accounting import KVAccounting, KVGeometry
 from rlt_jax.engine.request import Request
 from rlt_jax.engine.scheduler import Scheduler
 from rlt_jax.outputs import RequestOutput
+from tests.engine.preemption_watch import PreemptionWatch
 from tests.engine.simulated_device import Interrupt, ResetError, SimulatedDevice
-from tests.engine.simulated_kv import Limits
+from tests.engine.simulated_limits import TRANSFERS, Limits
 from tests.engine.simulated_model import FULL_DEPTH, VOCAB_SIZE, read_text
 from tests.engine.workloads import (
     EXIT_MODES,
@@ -42,14 +43,29 @@ class Simulation:
         self._outputs: dict[int, RequestOutput] = {}  # the last one, by number
         self._aborted: set[int] = set()
         self._raised = False  # by the last step, which then told nothing
+        self._watch = PreemptionWatch(
+            workload, self._requests, self._ended, self._clock, self.events
+        )
+        self.core.observers = (self._watch,)
 
     def run(self) -> Counter:
         """Steps until everything has ended."""
+        # What is logged of a failure would hold its batch, and what that restores.
+        logger.disabled = True
+        try:
+            return self._run()
+        finally:
+            logger.disabled = False
+
+    def _run(self) -> Counter:
         tokens = sum(len(ask.prompt) + ask.params.max_tokens for ask in self._asks)
         work = tokens * (FULL_DEPTH + 1)  # each loop and coda alone
         arrivals = max(ask.arrives for ask in self._asks)
         failures = 2 * len(self.workload.failures)
-        for step in range(work + arrivals + failures + len(self._asks) + 1):
+        steps = work + arrivals + failures + len(self._asks) + 1
+        for step in itertools.count():
+            if step >= steps + self._steps_of_preemption():
+                break
             for ask in self._asks:
                 if ask.arrives == step:
                     self._add(ask)
@@ -61,6 +77,12 @@ class Simulation:
                 self._check_end()
                 return self.events
         raise AssertionError(f"not done after {step + 1} steps: {self.core.scheduler.stats()}")
+
+    def _steps_of_preemption(self) -> int:
+        """Transfers, and prompt tokens that ran in vain."""
+        lost = sum(one.preemptions * len(one.prompt) for one in self._requests.values())
+        transfers = sum(self.events[stage.value] for stage in TRANSFERS)
+        return transfers + lost * (FULL_DEPTH + 1)
 
     @property
     def _asks(self) -> tuple[Ask, ...]:
@@ -107,6 +129,8 @@ class Simulation:
         request = self.core.scheduler.find(name)
         if request is None:
             return "unknown"
+        if request.slot is None and request.preemptions:
+            return "preempted"
         busy = self.device.is_busy(request.generation)
         return self.core.scheduler.stage_of(name).name.lower() + (" in flight" if busy else "")
 
@@ -130,6 +154,7 @@ class Simulation:
             assert not live & newly_refused
         self._check_prefixes()
         self._check_stats()
+        self._watch.check_step()
 
     def _told(self, output: RequestOutput, all_failed: bool, refused: set[int]) -> None:
         number = output.sampling_params.seed
@@ -151,8 +176,20 @@ class Simulation:
         assert (output.finish_reason == "abort") == (number in self._aborted)
         assert (output.finish_reason == "error") == (output.error is not None)
         if output.error is not None:
-            assert all_failed or self._requests[number].generation in refused
+            self._check_error(self._requests[number], all_failed, refused)
             assert output.metrics.queue_time is not None, "it was waiting, and must wait on"
+        assert output.metrics.preemptions == self._requests[number].preemptions
+
+    def _check_error(self, request: Request, all_failed: bool, refused: set[int]) -> None:
+        if not (all_failed or request.generation in refused):
+            workload = self.workload
+            assert workload.overcommits and "no host memory left" in request.error
+            positions = len(request.prompt) + len(request.tokens)
+            transfers = -(-positions // (workload.block_size * workload.pages_per_transfer))
+            used = self.core.scheduler.stats()["host_blocks"] // workload.planes
+            room = workload.host_pages - used
+            assert transfers * workload.pages_per_transfer > room, "there was host memory for it"
+            self.events["no host memory left"] += 1
 
     def _check_growth(self, before: RequestOutput, output: RequestOutput) -> None:
         count = len(before.token_ids)
@@ -196,6 +233,10 @@ class Simulation:
         assert len(tables) <= stats["running"] <= workload.scheduling.max_num_seqs
         assert stats["prefill"] + stats["recurrent"] + stats["coda"] <= stats["running"]
         assert stats["staged"] <= stats["prefill"]
+        assert stats["preempted"] <= stats["waiting"]
+        counted = stats["host_blocks"] // workload.planes
+        there = self.device.transfers.pages_on_host
+        assert max(counted, there) <= workload.host_pages, "too much on the host"
         assert 0 <= stats["waiting"] <= len(self._live) or self._raised
         self.events["waiting for a slot or blocks"] += stats["waiting"] > 0
 
@@ -241,6 +282,7 @@ class Simulation:
         assert stats.pop("free_blocks") + cached == stats.pop("total_blocks")
         assert set(stats.values()) == {0}, stats
         assert self.core.scheduler.block_tables() == {}
+        assert not self.device.transfers.pages_on_host, "what was saved is still there"
         if self.workload.exit_mode == "trace":
             assert not self.events["gates"]
 
@@ -248,16 +290,12 @@ class Simulation:
         """Nobody was overtaken more often than allowed: passed by one behind it while it waited."""
         scheduling, requests = self.workload.scheduling, self._requests
 
-        def place(request: Request) -> tuple[int, int]:
-            by_priority = scheduling.policy == "priority"
-            return (request.params.priority * by_priority, request.generation)
-
         for number, one in requests.items():
             until = self._ended[number] if one.admitted is None else one.admitted
             overtaken = sum(
                 other.admitted is not None
                 and one.arrived < other.admitted < until
-                and place(other) > place(one)
+                and self._watch.place(other) > self._watch.place(one)
                 for other in requests.values()
             )
             assert overtaken <= scheduling.max_admission_bypasses, "overtaken too often"
@@ -272,7 +310,9 @@ class Simulation:
         assert totals["mean_depth"] == (np.mean(depths) if depths else None)
         admitted = [one for one in self._requests.values() if one.admitted is not None]
         assert totals["prompt_tokens"] == sum(len(one.prompt) for one in admitted)
-        assert totals["cached_prompt_tokens"] == sum(one.cached_tokens for one in admitted)
+        assert totals["preemptions"] == sum(one.preemptions for one in admitted)
+        if not totals["preemptions"]:
+            assert totals["cached_prompt_tokens"] == sum(one.cached_tokens for one in admitted)
         if all(output.finish_reason == "length" for output in self._outputs.values()):
             assert totals["idle_row_loops"] == self.events["loops in vain"]
 
@@ -292,7 +332,9 @@ def build(workload: Workload, clock: Callable[[], float]) -> tuple[EngineCore, S
         workload.tokens_per_dispatch,
         workload.run_ahead,
         workload.caches_prefixes,
-        clock=clock,
+        workload.host_pages,
+        workload.pages_per_transfer,
+        clock,
     )
     sizes = Limits(
         num_pages=workload.num_pages,
@@ -308,6 +350,8 @@ def build(workload: Workload, clock: Callable[[], float]) -> tuple[EngineCore, S
         lag=mode.lag,
         incremental=workload.incremental,
         caches_prefixes=workload.caches_prefixes,
+        preempts=scheduling.enable_preemption,
+        pages_per_transfer=workload.pages_per_transfer,
     )
     decides = mode.triggers if workload.device_decides else None
     device = SimulatedDevice(sizes, workload.failures, workload.lateness, decides)

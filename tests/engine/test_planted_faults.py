@@ -10,9 +10,11 @@ from rlt_jax.engine.admission import WaitingRequests
 from rlt_jax.engine.batching import Batcher
 from rlt_jax.engine.core import EngineCore
 from rlt_jax.engine.kv_accounting import KVAccounting
+from rlt_jax.engine.preemption import HostMemory, Preemption
 from rlt_jax.engine.prefix_cache import PrefixCache, page_hashes
 from rlt_jax.engine.scheduler import Scheduler
-from rlt_jax.engine.slots import Slots
+from rlt_jax.engine.seating import Seating
+from rlt_jax.engine.slots import HELD, PREFILL, Slots
 from rlt_jax.engine.staging import Staging
 from rlt_jax.engine.types import Stage
 from tests.engine.simulated_device import SimulatedDevice
@@ -240,6 +242,14 @@ def publishes_the_page_before(self, owner, hashes, first, publish=KVAccounting.p
     publish(self, owner, hashes, max(first - 1, 0))
 
 
+def idle_pages_count_as_held(patch):
+    def shared_positions(self, hashes):
+        return len(self.find_prefix(hashes)) * self.geometry.block_size
+
+    patch.setattr(KVAccounting, "_held", lambda self, prefix: len(prefix))
+    patch.setattr(KVAccounting, "shared_positions", shared_positions)
+
+
 def fills_from_the_start(self, request, *others, fill=Slots.fill):
     fill(self, request, *others)
     self.position[request.slot] = 0
@@ -269,18 +279,18 @@ PREFIX_FAULTS = {
     ),
     "a known page is free, too": (
         replaced(PrefixCache, "let_go", lambda *_: False),
-        "a page twice in one table|a page of two prompts",
+        "a page twice in one table|a page of two prompts|a page is shared that is not completed",
     ),
     "what comes before a page does not count": (
         replaced(scheduler, "page_hashes", hashes_pages_alone),
-        "a page of two prompts|a cached page is of other positions",
+        "a page twice in one table|a page of two prompts|a cached page",
     ),
     "salts do not count": (
         replaced(scheduler, "page_hashes", lambda tokens, size, _: page_hashes(tokens, size, None)),
         "a cached page of another salt|a page of two salts",
     ),
     "the last prompt token is not computed": (
-        replaced(Scheduler, "_reusable", lambda self, request: request.page_hashes),
+        replaced(Seating, "_reusable", lambda self, request: request.page_hashes),
         "out of bounds",
     ),
     "pages are known by the hash of the next one": (
@@ -292,7 +302,7 @@ PREFIX_FAULTS = {
         "not every block is in one place",
     ),
     "idle pages need no room": (
-        replaced(KVAccounting, "_held", lambda self, prefix: len(prefix)),
+        idle_pages_count_as_held,
         "-[1-9]+ pages to spare",
     ),
     "cached prompts run again": (
@@ -305,6 +315,126 @@ PREFIX_FAULTS = {
 @pytest.mark.parametrize("fault", PREFIX_FAULTS)
 def test_the_simulator_sees_and_says(fault, monkeypatch):
     install, said = PREFIX_FAULTS[fault]
+    install(monkeypatch)
+    with pytest.raises((AssertionError, LookupError, RuntimeError, ValueError), match=said):
+        for seed in range(300):
+            simulate_seed(seed)
+
+
+# -- of preemption ---------------------------------------------------------------------------------
+
+
+def restores_the_first_piece_again(self, next_transfer=Preemption.next_transfer):
+    found = next_transfer(self)
+    if found is None or found[0] is not Stage.RESTORE:
+        return found
+    stage, slot, transfer = found
+    content = self._returning[slot].pieces[0].content
+    return stage, slot, dataclasses.replace(transfer, content=content)
+
+
+def saves_at_once(self):
+    for slot in [slot for slot, saved in self._leaving.items() if saved is None]:
+        self._begin_saving(slot)
+
+
+def runs_while_it_is_saved(self, slot, begin=Preemption._begin_saving):
+    stage = self._slots.stage[slot]
+    begin(self, slot)
+    if slot in self._leaving:
+        self._slots.stage[slot], self._slots.paused[slot] = stage, False
+
+
+def goes_on_at_once(self, slot, saved, come_back=Preemption.come_back):
+    come_back(self, slot, saved)
+    self._slots.enter(np.array([slot]), saved.progress["stage"])
+
+
+def most_urgent_first(self, eligible):
+    slots = self._slots
+    running = eligible & (slots.stage >= PREFILL) & (slots.stage <= HELD)
+    running[[*self._leaving, *self._returning]] = False
+    yield from sorted(np.flatnonzero(running).tolist(), key=self._urgency)
+
+
+def makes_way_for_equals(self, priority, *others, make_way=Preemption.make_way):
+    make_way(self, priority - 1, *others)
+
+
+def keeps_chunks_between_loops(self, slot, begin=Preemption._begin_saving):
+    slots = self._slots
+    slots.completed[slot] = max(slots.completed[slot], slots.position[slot])
+    begin(self, slot)
+
+
+def begins_its_token_again(self, slot, progress, put=Slots.put_progress):
+    put(self, slot, progress)
+    self.depth[slot] = 0
+
+
+def keeps_the_pages_before(self, slot):
+    return int(self._slots.position[slot])
+
+
+PREEMPTION_FAULTS = {
+    "pages come back in the place of others": (
+        replaced(Preemption, "next_transfer", restores_the_first_piece_again),
+        "other pages than",
+    ),
+    "a victim is saved while it is in flight": (
+        replaced(Preemption, "begin_saving", saves_at_once),
+        "a victim is still in flight",
+    ),
+    "a victim runs while it is saved": (
+        replaced(Preemption, "_begin_saving", runs_while_it_is_saved),
+        "a victim runs on",
+    ),
+    "a request goes on before its pages are back": (
+        replaced(Preemption, "come_back", goes_on_at_once),
+        "it runs before all its pages are back",
+    ),
+    "the most urgent leave": (
+        replaced(Preemption, "_victims", most_urgent_first),
+        "the most urgent request had to leave",
+    ),
+    "requests leave for others as urgent": (
+        replaced(Preemption, "make_way", makes_way_for_equals),
+        "nobody more urgent waits|it left twice in a step",
+    ),
+    "host memory has no end": (
+        replaced(HostMemory, "free_pages", property(lambda _: 10**9)),
+        "too much on the host",
+    ),
+    "host memory does not come back": (
+        replaced(HostMemory, "forget", lambda *_: None),
+        "host_blocks",
+    ),
+    "what was saved is forgotten": (
+        replaced(HostMemory, "keep", lambda *_: None),
+        "what was saved is not restored",
+    ),
+    "what was saved is lost with the device": (
+        replaced(HostMemory, "keep_only", lambda self, _: self._saved.clear()),
+        "what was saved is not restored",
+    ),
+    "chunks between their loops are saved as complete": (
+        replaced(Preemption, "_begin_saving", keeps_chunks_between_loops),
+        "the prompt before it has not run this loop",
+    ),
+    "the page of the current token is not saved": (
+        replaced(Preemption, "_positions_to_keep", keeps_the_pages_before),
+        "its own K/V is not there",
+    ),
+    "the loops of the current token are forgotten": (
+        replaced(Slots, "put_progress", begins_its_token_again),
+        "not the loop that is next",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PREEMPTION_FAULTS)
+def test_the_simulator_sees_in_preemption(fault, monkeypatch):
+    install, said = PREEMPTION_FAULTS[fault]
     install(monkeypatch)
     with pytest.raises((AssertionError, LookupError, RuntimeError, ValueError), match=said):
         for seed in range(300):

@@ -20,7 +20,7 @@ from tests.engine.workloads import EXIT_MODES, Ask, Choices, Workload, make_work
 
 SOAK_BATCHES = 100_000
 SEED = os.environ.get("RLT_SIMULATOR_SEED")
-STAGES = [stage.value for stage in Stage if stage not in (Stage.SAVE, Stage.RESTORE)]
+STAGES = [stage.value for stage in Stage]
 
 # What the soak must have met, at least this often.
 EVENTS = {
@@ -50,6 +50,16 @@ EVENTS = {
     "name in use": 10,
     "name used again": 10,
     "too large": 10,
+    "save": 300,
+    "restore": 200,
+    "preempted": 100,
+    "began again": 30,
+    "saved in the prompt": 10,
+    "saved between loops": 10,
+    "restored into other pages": 30,
+    "restored on another device": 1,
+    "no host memory left": 3,
+    "abort: preempted": 5,
 }
 
 

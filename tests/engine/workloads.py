@@ -65,6 +65,8 @@ class Workload:
     incremental: bool
     caches_prefixes: bool
     watermark_ratio: float
+    host_pages: int
+    pages_per_transfer: int
     max_in_flight: int
     tokens_per_dispatch: int
     eos_token_ids: tuple[int, ...]
@@ -72,6 +74,11 @@ class Workload:
     asks: tuple[Ask, ...]
     failures: Mapping[int, str]
     lateness: int
+
+    @property
+    def overcommits(self) -> bool:
+        """Running requests may lack pages, and others then leave for them."""
+        return self.scheduling.enable_preemption and self.incremental
 
 
 class Choices:
@@ -91,8 +98,9 @@ class Choices:
 
 
 def make_workload(choices: Choices) -> Workload:
-    count = choices.one_of((1, 2, 4, 8, 16, 40))
-    last_arrival = choices.one_of((0, 20, 100))
+    preempts = choices.chance(50)
+    count = choices.one_of((4, 8, 16, 40) if preempts else (1, 2, 4, 8, 16, 40))
+    last_arrival = choices.one_of((20, 60, 100) if preempts else (0, 20, 100))
     full_depth = choices.chance(25)
     planes, block_size = choices.one_of((1, FULL_DEPTH)), choices.one_of((1, 2, 4, 16))
     shared = choices.integer(1, 3) * block_size
@@ -102,7 +110,9 @@ def make_workload(choices: Choices) -> Workload:
     )
     pages = sorted(-(-ask.positions // block_size) for ask in asks)
     num_pages = pages[-1]  # the largest one fits, alone
-    if choices.chance(80):
+    if preempts and choices.chance(70):
+        num_pages += choices.integer(0, pages[-1])
+    elif choices.chance(80):
         num_pages += choices.integer(0, choices.one_of((2, sum(pages), 2 * sum(pages))))
     elif choices.chance(20):
         num_pages = pages[len(pages) // 2]  # and some never
@@ -118,14 +128,15 @@ def make_workload(choices: Choices) -> Workload:
         device_decides=device_decides,
         run_ahead=may_run_ahead and choices.chance(70),
         scheduling=SchedulerConfig(
-            max_num_seqs=choices.integer(1, 16),
+            max_num_seqs=choices.integer(1, choices.one_of((4, 16))),
             max_num_batched_tokens=max_batched_tokens,
             mode=mode,
             prefill_chunk_size=choices.one_of((None, choices.integer(1, max_batched_tokens))),
             max_prefill_batches_before_decode=choices.integer(1, 3),
             min_coda_batch_size=choices.integer(1, 5),
             wavefront_chunked_prefill=planes > 1 and mode != "no_refill" and choices.chance(40),
-            policy=choices.one_of(("fcfs", "priority")),
+            policy=choices.one_of(("fcfs", "priority", "priority")),
+            enable_preemption=preempts,
             admission_scan_limit=choices.one_of((1, 2, 64)),
             max_admission_bypasses=choices.one_of((0, 1, 3, 8)),
         ),
@@ -135,6 +146,8 @@ def make_workload(choices: Choices) -> Workload:
         incremental=choices.chance(50),
         caches_prefixes=planes > 1 and choices.chance(80),
         watermark_ratio=choices.one_of((0.0, 0.1, 0.5)),
+        host_pages=choices.one_of((0, choices.integer(0, 2 * pages[-1]), 2 * sum(pages))),
+        pages_per_transfer=choices.one_of((1, 2, 64)),
         max_in_flight=choices.integer(1, 3),
         tokens_per_dispatch=choices.one_of((1, 2, 4)),
         eos_token_ids=tuple(range(choices.integer(0, 2))),
