@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rlt_jax.engine.prefix_cache import PrefixCache
 
@@ -145,9 +145,8 @@ class KVAccounting:
     ) -> Iterator[int]:
         """Pages that one more owner of so many positions, the first of them known by these hashes,
         would lack: as it is, and after each of these owners has left."""
-        prefix = set(self._cache.find(hashes))
-        lacking = self.pages(positions) - self._held(prefix)
-        lacking -= self._headroom // self.geometry.planes
+        prefix = set(self._shared(hashes))
+        lacking = self.pages(positions) - len(prefix) - self._headroom // self.geometry.planes
         yield lacking
         left: Counter[int] = Counter()
         for owner in leavers:
@@ -191,9 +190,11 @@ class KVAccounting:
         """Positions of this prefix that need no more room, since other owners hold them, up to the
         first page that nobody does. The same until `changes` changes: what is evicted, nobody
         holds."""
+        return len(self._shared(hashes)) * self.geometry.block_size
+
+    def _shared(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
         known = self._cache.find(hashes)
-        held = itertools.takewhile(lambda page: not self._cache.is_idle(page), known)
-        return sum(1 for _ in held) * self.geometry.block_size
+        return tuple(itertools.takewhile(lambda page: not self._cache.is_idle(page), known))
 
     def publish(self, owner: int, hashes: Sequence[bytes], first: int) -> None:
         """The owner's pages from the `first`-th on hold what these hashes say: others may share
@@ -203,7 +204,7 @@ class KVAccounting:
             self._cache.put(page_hash, page)
         self.changes += 1
 
-    def _held(self, prefix: Collection[int]) -> int:
+    def _held(self, prefix: Sequence[int]) -> int:
         """How many of these pages owners hold."""
         return sum(not self._cache.is_idle(page) for page in prefix)
 
