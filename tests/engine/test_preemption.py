@@ -269,6 +269,10 @@ def test_transfers_take_turns_with_other_batches():
     core.add_request("c", [2] * 3, adaptive(2, priority=0))
     outputs = run(core)
     assert device.stages() == "PBRBR>B>PBBB<C<BRBRC"
+    rows = ["".join("abc"[row.generation] for row in batch.rows) for batch in device.batches]
+    assert rows == ["ab"] * 5 + ["b", "a", "b", "c"] + ["ac"] * 3 + ["b", "a", "b"] + ["b"] * 5
+    going_on = device.batches[15].rows[0]
+    assert (going_on.position, going_on.exit_depth, going_on.slot) == (7, 2, 1)
     assert preempted(outputs) == {"b": 1}
     assert_complete(outputs)
     assert transfers(device, Stage.SAVE) == [(1, 0, 1), (1, 1, 1)]

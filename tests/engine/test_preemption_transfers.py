@@ -6,8 +6,12 @@ from collections import Counter
 
 import pytest
 
+from rlt_jax.bench.synthetic import OURO_1_4B
 from rlt_jax.engine.slots import RequestStage
 from rlt_jax.engine.types import BatchError, DeviceLostError, Stage
+from rlt_jax.models.ouro import DTypePolicy
+from rlt_jax.runtime.device_state import StateShape, abstract_state
+from rlt_jax.runtime.transfers import pages_at_once
 from tests.engine.fake_device import (
     FakeDevice,
     adaptive,
@@ -158,6 +162,37 @@ def test_a_prefix_that_was_found_comes_back_in_pages_of_its_own():
     assert shared[:2] == tables(device, 0)[0][2][:2] and not set(own) & set(shared[:2])
     assert_complete(outputs)
     assert_empty(core, core.scheduler.stats()["cached_blocks"])
+
+
+@pytest.mark.parametrize(
+    ("planes", "page_mib", "at_once", "num_transfers"), [(4, 12, 5, 7), (1, 3, 21, 2)]
+)
+def test_a_request_of_500_positions_takes_what_docs_say(planes, page_mib, at_once, num_transfers):
+    """The numbers of docs/scheduler.md, for Ouro-1.4B."""
+    shape = StateShape(128, 1000, planes, block_size=16, table_width=4096)
+    state = abstract_state(OURO_1_4B, DTypePolicy("bfloat16"), shape)
+    position_bytes = state.kv.pool.size * state.kv.pool.dtype.itemsize // (1000 * planes * 16)
+    assert position_bytes == 196_608
+    assert 16 * planes * position_bytes == page_mib * 2**20
+    assert pages_at_once(state) == at_once
+    core, device = preempting(
+        planes=planes,
+        block_size=16,
+        pages_per_transfer=at_once,
+        max_num_batched_tokens=512,
+        prefill_chunk_size=500,
+    )
+    for name in "ab":
+        core.add_request(name, [1] * 500, adaptive(9, priority=1))
+    step_until(core, is_at(core, "b", RequestStage.CODA))
+    core.add_request("c", [2], adaptive(2, priority=0))
+    core.step()
+    host_pages = core.scheduler.stats()["host_blocks"] // planes
+    assert host_pages == num_transfers * at_once  # 35 pages of 12 MiB: 420 MiB
+    assert preempted(run(core)) == {"b": 1}
+    assert [count for _, _, count in saves(device)] == [at_once] * (num_transfers - 1) + [
+        32 - (num_transfers - 1) * at_once
+    ]
 
 
 # -- ends ------------------------------------------------------------------------------------------
