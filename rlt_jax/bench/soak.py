@@ -97,8 +97,10 @@ def prepare(spec: SoakSpec, model: BenchModel, configs: Configs) -> Configs:
     if context < _MOST_POSITIONS:
         fail("max_position_embeddings", context, f"must be >= {_MOST_POSITIONS} for a soak")
     cache = configs.cache
+    planes = model.config.total_ut_steps if cache.layout == "last_exited" else 1
+    least = planes * -(-_MOST_POSITIONS // cache.block_size)
+    check_int("--num-blocks", cache.num_blocks, minimum=least, optional=True)
     if cache.num_blocks is None and cache.kv_cache_memory_bytes is None:
-        planes = model.config.total_ut_steps if cache.layout == "last_exited" else 1
         pages = -(-_POOL_POSITIONS // cache.block_size)
         cache = dataclasses.replace(cache, num_blocks=planes * pages)
     return dataclasses.replace(configs, cache=cache)
