@@ -20,6 +20,8 @@ from rlt_jax.engine.types import DeviceLostError
 from rlt_jax.sampling_params import SamplingParams
 from tests.engine.fake_device import FakeDevice, assert_empty, fake_engine, run
 
+pytestmark = pytest.mark.simulation
+
 # All that a step runs of these must have been interrupted, line by line.
 CHOICES = (Scheduler, Seating, Preemption, HostMemory, WaitingRequests, Progress, Batcher, Staging)
 CLEAN_UP = {"abort", "fail", "fail_running", "discard", "_start_empty", "drop_finished"}

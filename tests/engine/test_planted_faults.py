@@ -21,6 +21,8 @@ from tests.engine.simulated_device import SimulatedDevice
 from tests.engine.simulated_model import FULL_DEPTH
 from tests.engine.simulator import simulate_seed
 
+pytestmark = pytest.mark.simulation
+
 
 def altered_batch(alter):
     """The scheduler makes other batches: alter(batch) is what the device gets."""
