@@ -32,6 +32,7 @@ class PreemptionWatch:
         self._ran: dict[int, float] = {}  # when each was last part of a batch, by generation
         self._ran_before: dict[int, float] = {}  # the same before this step
         self._left: Counter[Request] = Counter()
+        self._left_at: dict[Request, tuple[int, ...]] = {}  # what had happened when each left last
         self._sequence = 0
 
     def submitting(self, batch: SchedulerOutput, _) -> contextlib.AbstractContextManager:
@@ -54,9 +55,13 @@ class PreemptionWatch:
 
     def check_step(self) -> None:
         """Those that left without a SAVE."""
+        tokens = sum(len(one.tokens) for one in self._requests.values())
+        happened = (tokens, len(self._requests), len(self._ended))
         for one in self._requests.values():
             if one.preemptions > self._left[one]:
                 assert one.preemptions == self._left[one] + 1, "it left twice in a step"
+                assert self._left_at.get(one) != happened, "it left twice for nothing"
+                self._left_at[one] = happened
                 self._left[one] += 1
                 self._check_victim(one, self._ran_before)
                 self._events["preempted"] += 1

@@ -21,7 +21,7 @@ from tests.engine.simulated_device import SimulatedDevice
 from tests.engine.simulated_model import FULL_DEPTH
 from tests.engine.simulator import simulate_seed
 
-pytestmark = pytest.mark.simulation
+pytestmark = pytest.mark.once
 
 
 def altered_batch(alter):
@@ -401,7 +401,7 @@ PREEMPTION_FAULTS = {
     ),
     "requests leave for others as urgent": (
         replaced(Preemption, "make_way", makes_way_for_equals),
-        "nobody more urgent waits|it left twice in a step",
+        "nobody more urgent waits|it left twice",
     ),
     "host memory has no end": (
         replaced(HostMemory, "free_pages", property(lambda _: 10**9)),
