@@ -5,7 +5,7 @@ every step; prompts one by one.
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,10 +24,13 @@ class Choice(NamedTuple):
     num_tokens: int = 1
     num_loops: int = 1
 
-    def without(self, slot_n: np.ndarray) -> "Choice":
+    def without(self, slot_n: Sequence[int]) -> "Choice":
         """Less the decode rows of these slots."""
         kept = ~np.isin(self.rows.slot, slot_n) | (self.rows.size > 0)
-        return self._replace(rows=self.rows.where(kept))
+        rows, stage = self.rows.where(kept), self.stage
+        if stage is Stage.BOUNDARY and not rows.exit_depth.any():
+            stage = Stage.RECURRENT
+        return self._replace(stage=stage, rows=rows)
 
     @property
     def has_decode_loops(self) -> bool:
