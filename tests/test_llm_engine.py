@@ -1,5 +1,6 @@
 """LLMEngine: what only it does: text, threads, ids, options."""
 
+import dataclasses
 import threading
 
 import jax
@@ -16,6 +17,7 @@ from rlt_jax import (
 )
 from rlt_jax.engine.types import Stage
 from tests.support import watch
+from tests.tiny import OPTIONS as TINY_OPTIONS
 
 OPTIONS = {
     "cache_config": CacheConfig(num_blocks=64, block_size=8),
@@ -205,12 +207,10 @@ def test_each_engine_can_name_its_own_compilation_cache(checkpoint, tmp_path):
 
 
 def test_stats_tell_what_is_there_and_what_was_done(checkpoint):
-    engine = LLMEngine(
-        checkpoint,
-        execution_config=ExecutionConfig(
-            async_scheduling=True, exit_decision="device", min_row_bucket=4
-        ),
+    ahead = dataclasses.replace(
+        TINY_OPTIONS["execution_config"], async_scheduling=True, exit_decision="device"
     )
+    engine = LLMEngine(checkpoint, **{**TINY_OPTIONS, "execution_config": ahead})
     fresh = engine.stats()
     assert fresh["mean_depth"] is None and fresh["batch_occupancy"] is None
     zero = ("running", "waiting", "in_flight", "output_tokens", "idle_row_loops", "late_compiles")

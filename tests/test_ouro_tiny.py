@@ -36,12 +36,14 @@ def full_depth(full_depth_llm, papers):
     return measure(full_depth_llm, papers)
 
 
+@pytest.mark.once
 def test_97_percent_of_every_task_is_right_at_full_depth(full_depth):
     assert full_depth["mean"] >= 97
     assert min(full_depth["exact_match"].values()) >= 97
     assert set(full_depth["depths"]) == {4}
 
 
+@pytest.mark.once
 def test_early_exit_saves_a_loop_at_no_more_than_a_point(full_depth_llm, papers):
     """On a quarter of the problems, for the test's time; evaluate.py takes them all."""
     some = {name: problems[::4] for name, problems in papers.items()}
@@ -51,6 +53,7 @@ def test_early_exit_saves_a_loop_at_no_more_than_a_point(full_depth_llm, papers)
     assert len(early["depths"]) >= 2
 
 
+@pytest.mark.once
 def test_one_loop_cannot_follow_assignments(full_depth, papers):
     with ouro_tiny(total_ut_steps=1) as llm:
         shallow = measure(llm, {"lookup": papers["lookup"]})

@@ -20,7 +20,7 @@ from rlt_jax.engine.types import DeviceLostError
 from rlt_jax.sampling_params import SamplingParams
 from tests.engine.fake_device import FakeDevice, assert_empty, fake_engine, run
 
-pytestmark = pytest.mark.simulation
+pytestmark = pytest.mark.once
 
 # All that a step runs of these must have been interrupted, line by line.
 CHOICES = (Scheduler, Seating, Preemption, HostMemory, WaitingRequests, Progress, Batcher, Staging)

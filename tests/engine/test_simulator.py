@@ -18,7 +18,7 @@ from tests.engine.simulated_model import FULL_DEPTH
 from tests.engine.simulator import simulate, simulate_seed
 from tests.engine.workloads import EXIT_MODES, Ask, Choices, Workload, make_workload
 
-pytestmark = pytest.mark.simulation
+pytestmark = pytest.mark.once
 
 SOAK_BATCHES = 100_000
 SEED = os.environ.get("RLT_SIMULATOR_SEED")

@@ -54,6 +54,7 @@ def nothing_on_the_device(monkeypatch):
     monkeypatch.setattr(Programs, "get", lambda *_: None)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("nothing_on_the_device")
 def test_every_batch_of_random_workloads_fits_its_program():
     seen = Counter()
