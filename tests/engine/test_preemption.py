@@ -217,6 +217,21 @@ def test_a_prefix_that_only_victims_hold_is_no_room_for_the_one_that_shares_it(m
     assert_complete(outputs)
 
 
+@pytest.mark.parametrize("end", ["its last token is in flight", "it was cancelled"])
+def test_nobody_leaves_where_a_place_comes_free_anyway(end):
+    core, _ = preempting(max_num_seqs=3, max_in_flight=2)
+    for name in "abc":
+        tokens = 30 if name != "b" or end == "it was cancelled" else 6
+        core.add_request(name, [1] * 6, params(tokens, priority=1))
+    if end == "it was cancelled":
+        step_until(core, decoding(core, *"abc"))
+        core.abort_request("b")
+    else:
+        step_until(core, is_at(core, "b", RequestStage.LAST))
+    core.add_request("d", [2], params(2, priority=0))
+    assert preempted(run(core)) == {}
+
+
 # -- how it leaves ---------------------------------------------------------------------------------
 
 
@@ -318,6 +333,16 @@ def test_for_a_row_that_lacks_a_page_the_latest_leaves_and_it_goes_on_in_the_sam
     assert rows(device, 0) == rows(plain, 0) == rows(device, 1)
 
 
+def test_one_leaves_at_a_time_for_a_row_that_lacks_a_page():
+    core, _ = starved(pages_per_transfer=1, num_pages=7, max_num_seqs=3)
+    core.add_request("c", [1] * 6, adaptive(9))
+    step_until(core, is_at(core, "c", RequestStage.SAVING))
+    while core.scheduler.stage_of("c") is RequestStage.SAVING:
+        assert core.scheduler.stats()["saving"] == 1
+        core.step()
+    assert_complete(run(core))
+
+
 def test_of_those_that_lack_pages_the_most_urgent_is_given_some_first():
     core, _ = preempting(max_num_seqs=3, incremental=True, num_pages=6)
     for name, priority in (("a", 1), ("b", 1), ("c", 0)):
@@ -335,16 +360,6 @@ def test_the_one_that_lacks_pages_leaves_itself_where_all_others_are_more_urgent
     outputs = run(core)
     assert preempted(outputs) == {"b": 1}
     assert_complete(outputs)
-
-
-def test_nobody_comes_in_while_somebody_lacks_pages():
-    core, _ = starved(pages_per_transfer=1, max_num_seqs=3)
-    step_until(core, is_at(core, "b", RequestStage.SAVING))
-    core.add_request("c", [2], params(1))
-    while core.scheduler.stage_of("b") is RequestStage.SAVING:
-        assert stages(core, "c") == ["waiting"]
-        core.step()
-    assert_complete(run(core))
 
 
 def test_with_preemption_no_pages_are_reserved_beyond_those_of_the_prompt():
@@ -400,6 +415,21 @@ def test_each_transfer_takes_the_host_memory_of_a_full_one(host_pages, saved):
     assert preempted(outputs) == ({"b": 1} if saved else {})
     assert transfers(device, Stage.RESTORE) == [(1, 0, 2), (1, 2, 1)] * saved
     assert_empty(core)
+
+
+@pytest.mark.parametrize(("host_pages", "leave"), [(3, ""), (4, "bc")])
+def test_host_memory_must_hold_all_that_leave_for_one(host_pages, leave):
+    """Two pages of each."""
+    core, _ = preempting(max_num_seqs=4, num_pages=9, host_pages=host_pages, pages_per_transfer=1)
+    for name in "abc":  # 3 pages each in the end
+        core.add_request(name, [1] * 6, adaptive(6, priority=1))
+    step_until(core, decoding(core, *"abc"))
+    core.add_request("d", [2] * 20, params(2))  # 6 pages
+    core.step()
+    assert core.scheduler.stats()["host_blocks"] == (16 if leave else 0)
+    outputs = run(core)
+    assert preempted(outputs) == dict.fromkeys(leave, 1)
+    assert_complete(outputs)
 
 
 def test_where_nobody_can_go_on_the_least_urgent_ends_with_an_error_that_names_the_option():
