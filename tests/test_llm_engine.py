@@ -24,6 +24,12 @@ OPTIONS = {
     "scheduler_config": SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16),
     "execution_config": ExecutionConfig(min_row_bucket=2, min_prefill_bucket=16),
 }
+# The device decides exits, a loop ahead of the host.
+AHEAD = TINY_OPTIONS | {
+    "execution_config": dataclasses.replace(
+        TINY_OPTIONS["execution_config"], async_scheduling=True, exit_decision="device"
+    )
+}
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
@@ -207,10 +213,7 @@ def test_each_engine_can_name_its_own_compilation_cache(checkpoint, tmp_path):
 
 
 def test_stats_tell_what_is_there_and_what_was_done(checkpoint):
-    ahead = dataclasses.replace(
-        TINY_OPTIONS["execution_config"], async_scheduling=True, exit_decision="device"
-    )
-    engine = LLMEngine(checkpoint, **{**TINY_OPTIONS, "execution_config": ahead})
+    engine = LLMEngine(checkpoint, **AHEAD)
     fresh = engine.stats()
     assert fresh["mean_depth"] is None and fresh["batch_occupancy"] is None
     zero = ("running", "waiting", "in_flight", "output_tokens", "idle_row_loops", "late_compiles")
@@ -235,16 +238,9 @@ def test_stats_tell_what_is_there_and_what_was_done(checkpoint):
 
 
 def test_stats_of_mixed_batches_count_decode_rows_and_prompts_apart(checkpoint):
-    engine = LLMEngine(
-        checkpoint,
-        cache_config=CacheConfig(num_blocks=256),
-        scheduler_config=SchedulerConfig(
-            4, 16, mode="mixed", prefill_chunk_size=4, wavefront_chunked_prefill=True
-        ),
-        execution_config=ExecutionConfig(
-            async_scheduling=True, exit_decision="device", min_row_bucket=4, min_prefill_bucket=16
-        ),
-    )
+    chunks = {"mode": "mixed", "prefill_chunk_size": 4, "wavefront_chunked_prefill": True}
+    mixed = dataclasses.replace(TINY_OPTIONS["scheduler_config"], **chunks)
+    engine = LLMEngine(checkpoint, **AHEAD | {"scheduler_config": mixed})
     watched = watch(engine._parts)
     gated = SamplingParams(max_tokens=9, min_loops=1, exit_threshold=0.5, ignore_eos=True)
     for i in range(3):
