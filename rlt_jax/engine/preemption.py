@@ -102,10 +102,14 @@ class Preemption:
         self._leaving: dict[int, Saved | None] = {}  # by slot; None: still in flight
         self._returning: dict[int, Saved] = {}  # by slot
         self._starved: dict[int, int] = {}  # positions that a slot must have to go on
+        self._way_for: Request | None = None  # whom others have left for
 
     @property
     def is_making_way(self) -> bool:
-        return bool(self._leaving)
+        """Whether somebody leaves, or has left for one that still waits: who left must not come
+        back before that one is in."""
+        coming = self._way_for
+        return bool(self._leaving) or bool(coming and coming.slot is None and not coming.finished)
 
     @property
     def is_short_of_pages(self) -> bool:
@@ -113,7 +117,9 @@ class Preemption:
 
     # -- victims ---------------------------------------------------------------------------------
 
-    def make_way(self, priority: int, positions: int, hashes: Sequence[bytes]) -> None:
+    def make_way(
+        self, coming: Request, priority: int, positions: int, hashes: Sequence[bytes]
+    ) -> None:
         """Pauses requests less urgent than one that waits, and lacks a slot, or pages for so many
         positions, which may begin with those of these hashes. Nobody, where that would not do."""
         slots = self._slots
@@ -126,6 +132,7 @@ class Preemption:
         for count, lacking in enumerate(self._kv.lacking(positions, hashes, owners)):
             if lacking <= 0 and count >= least:
                 for slot in candidates[: count - len(going)]:
+                    self._way_for = coming
                     self._pause(slot)
                 return
 
@@ -178,16 +185,18 @@ class Preemption:
     def _able_to_leave(self, eligible: np.ndarray) -> Iterator[int]:
         """Victims for which there is host memory, beside those before them, or which may begin
         again."""
-        room = self._host.free_pages
-        for slot in self._victims(eligible):
-            kept = self._pages_to_keep(slot)
+        room, slot_n = self._host.free_pages, self._victims(eligible)
+        kept_n, sampled_n = self._pages_to_keep(slot_n), self._slots.sampled[slot_n]
+        for slot, kept, sampled in zip(
+            slot_n.tolist(), kept_n.tolist(), sampled_n.tolist(), strict=True
+        ):
             if kept <= room:
                 room -= kept
-            elif self._slots.sampled[slot]:
+            elif sampled:
                 continue
             yield slot
 
-    def _victims(self, eligible: np.ndarray) -> Iterator[int]:
+    def _victims(self, eligible: np.ndarray) -> np.ndarray:
         """Slots of a mask [slots], the least urgent first, of these the largest demand, then the
         latest. Never the oldest of the most urgent: whoever else leaves, it comes to its end."""
         slots = self._slots
@@ -197,25 +206,25 @@ class Preemption:
         may_leave[list(self._returning)] = False
         slot_n = np.flatnonzero(may_leave)
         if len(slot_n) == 0:
-            return
-        first = min(np.flatnonzero(running).tolist(), key=self._urgency)
+            return slot_n
+        running_n = np.flatnonzero(running)
+        first = running_n[np.lexsort((slots.generation[running_n], slots.priority[running_n]))[0]]
         keys = slots.generation[slot_n], slots.demand[slot_n], slots.priority[slot_n]
-        for slot in slot_n[np.lexsort(keys)[::-1]].tolist():
-            if slot != first:
-                yield slot
+        slot_n = slot_n[np.lexsort(keys)[::-1]]
+        return slot_n[slot_n != first]
 
     def _urgency(self, slot: int) -> tuple[int, int]:
         return int(self._slots.priority[slot]), int(self._slots.generation[slot])
 
-    def _positions_to_keep(self, slot: int) -> int:
+    def _positions_to_keep(self, slot_n: np.ndarray | int) -> np.ndarray:
         """Of a prompt those that have run all loops: at most its position."""
-        slots = self._slots
-        return int(slots.position[slot] + (slots.depth[slot] > 0))
+        return self._slots.position[slot_n] + (self._slots.depth[slot_n] > 0)
 
-    def _pages_to_keep(self, slot: int) -> int:
+    def _pages_to_keep(self, slot_n: np.ndarray | int) -> np.ndarray:
         """In host memory, where each transfer takes as much as a full one."""
-        pages, at_once = self._kv.pages(self._positions_to_keep(slot)), self._pages_per_transfer
-        return -(-pages // at_once) * at_once
+        positions_of_one = self._kv.geometry.block_size * self._pages_per_transfer
+        transfers = -(-self._positions_to_keep(slot_n) // positions_of_one)
+        return transfers * self._pages_per_transfer
 
     # -- leaving ---------------------------------------------------------------------------------
 
@@ -224,7 +233,7 @@ class Preemption:
         self._starved.pop(slot, None)
         self._staging.drop(slot)  # of a prompt, what is between its loops is lost
         self._leaving[slot] = None
-        pages = self._pages_to_keep(slot)
+        pages = int(self._pages_to_keep(slot))
         if pages <= self._host.free_pages:
             self._host.reserve(self._slots.request[slot].generation, pages)
         if not self._slots.in_flight[slot]:
@@ -241,7 +250,7 @@ class Preemption:
         slots, generation = self._slots, self._slots.request[slot].generation
         if slots.stage[slot] == PREFILL:
             slots.position[slot] = slots.completed[slot]
-        positions = self._positions_to_keep(slot)
+        positions = int(self._positions_to_keep(slot))
         computed = positions > slots.request[slot].cached_tokens
         if not computed or not self._host.holds(generation):
             return self._leave(slot, None)

@@ -8,6 +8,8 @@ from rlt_jax.engine.preemption import HostMemory, Preemption
 from rlt_jax.engine.request import Request
 from rlt_jax.engine.slots import Slots
 
+_MOST_URGENT, _LEAST_URGENT = -(2**62), 2**62
+
 
 class Seating:
     """Gives requests a slot and blocks while there are any, reserved ones for what each may still
@@ -57,7 +59,8 @@ class Seating:
                     break
         first = self._waiting.first
         if self._preempts and first is not None:
-            preemption.make_way(self._priority(first), self._promise(first), self._reusable(first))
+            positions, hashes = self._promise(first), self._reusable(first)
+            preemption.make_way(first, self._priority(first), positions, hashes)
         return seated
 
     def _seat(self, request: Request) -> None:
@@ -77,8 +80,10 @@ class Seating:
             self._preemption.come_back(request.slot, saved)
 
     def _priority(self, request: Request) -> int:
-        """Lower is more urgent."""
-        return request.params.priority if self._by_priority else 0
+        """Lower is more urgent; all beyond 2**62 are equally so."""
+        if not self._by_priority:
+            return 0
+        return min(max(request.params.priority, _MOST_URGENT), _LEAST_URGENT)
 
     def _promise(self, request: Request) -> int:
         """Positions that a request must have room for to come in."""

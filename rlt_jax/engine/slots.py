@@ -36,7 +36,6 @@ FREE, PREFILL, RECURRENT, CODA, HELD, LAST, ENDED, SAVING, RESTORING = map(
 _PROGRESS = (
     *("stage", "position", "completed", "depth", "exit_depth", "sampled", "heard", "remaining"),
 )
-_MOST_URGENT, _LEAST_URGENT = -(2**62), 2**62
 
 
 class Slots:
@@ -100,8 +99,7 @@ class Slots:
         self.whole[slot] = policy.fixed_depth(bounds) == full_depth
         self.draws[slot] = params.temperature > 0
         self.on_device[slot] = self.paused[slot] = False
-        self.priority[slot] = min(max(priority, _MOST_URGENT), _LEAST_URGENT)
-        self.demand[slot] = demand
+        self.priority[slot], self.demand[slot] = priority, demand
         self.enter(np.array([slot]), RequestStage.PREFILL)
 
     def free(self, slot: int) -> None:

@@ -356,11 +356,11 @@ def most_urgent_first(self, eligible):
     slots = self._slots
     running = eligible & (slots.stage >= PREFILL) & (slots.stage <= HELD)
     running[[*self._leaving, *self._returning]] = False
-    yield from sorted(np.flatnonzero(running).tolist(), key=self._urgency)
+    return np.array(sorted(np.flatnonzero(running).tolist(), key=self._urgency), int)
 
 
-def makes_way_for_equals(self, priority, *others, make_way=Preemption.make_way):
-    make_way(self, priority - 1, *others)
+def makes_way_for_equals(self, coming, priority, *others, make_way=Preemption.make_way):
+    make_way(self, coming, priority - 1, *others)
 
 
 def keeps_chunks_between_loops(self, slot, begin=Preemption._begin_saving):
@@ -375,7 +375,7 @@ def begins_its_token_again(self, slot, progress, put=Slots.put_progress):
 
 
 def keeps_the_pages_before(self, slot):
-    return int(self._slots.position[slot])
+    return self._slots.position[slot]
 
 
 PREEMPTION_FAULTS = {
