@@ -123,6 +123,21 @@ def test_memory_is_taken_from_a_strictly_less_urgent_request_only(priority, leav
     assert_empty(core)
 
 
+@pytest.mark.parametrize("other", [2**70, 2**71, 2**63 - 1])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_priorities_beyond_what_an_array_holds_are_equally_urgent(sign, other):
+    """Whatever their order, none of two takes the place of the other, again and again."""
+    for priorities in ((2**70, other), (other, 2**70)):
+        core, _ = preempting()
+        core.add_request("a", [1] * 6, adaptive(6, priority=-(2**80)))
+        for name, priority in zip("bc", priorities, strict=True):
+            core.add_request(name, [1] * 6, adaptive(6, priority=sign * priority))
+            step_until(core, decoding(core, *"ab"))
+        outputs = run(core)
+        assert preempted(outputs) == {}
+        assert_complete(outputs)
+
+
 def test_nothing_is_taken_by_priority_where_the_policy_is_by_arrival():
     core, _ = preempting(policy="fcfs")
     for name, priority in (("a", 2), ("b", 2), ("c", 0)):
