@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlt_jax.config import SchedulerConfig
-from rlt_jax.engine.slots import CODA, HELD, PREFILL, RECURRENT, Slots
+from rlt_jax.engine.slots import CODA, FREE, HELD, PREFILL, RECURRENT, Slots
 from rlt_jax.engine.staging import Part, Staging
 from rlt_jax.engine.types import SHARED_PREFILL_TOKENS, Row, Rows, Stage
 
@@ -82,11 +82,14 @@ class Batcher:
             "no_refill": self._choose_no_refill,
             "mixed": self._choose_mixed,
         }[config.mode]
+        self._stage = slots.stage  # of each slot, as this choice sees it: those paused have none
         self._prefills_since_decode = 0
         self._phase = _Phase.FILL
 
     def choose(self) -> Choice | None:
         """The next batch, or None when nothing can run now."""
+        stage, paused = self._slots.stage, self._slots.paused
+        self._stage = np.where(paused, FREE, stage) if paused.any() else stage
         choice = self._choose()
         if choice is None:
             return None
@@ -97,12 +100,10 @@ class Batcher:
         return choice
 
     def _at(self, stage: int) -> np.ndarray:
-        return (self._slots.stage == stage) & ~self._slots.paused
+        return self._stage == stage
 
     def _count_decoding(self) -> int:
-        stage = self._slots.stage
-        decoding = (stage >= RECURRENT) & (stage <= HELD) & ~self._slots.paused
-        return int(np.count_nonzero(decoding))
+        return int(np.count_nonzero((self._stage >= RECURRENT) & (self._stage <= HELD)))
 
     # -- the modes -------------------------------------------------------------------------------
 
