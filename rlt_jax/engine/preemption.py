@@ -266,6 +266,8 @@ class Preemption:
             self._host.forget(request.generation)
         else:
             self._host.keep(request.generation, saved)
+        if request is self._way_for:  # it was in
+            self._way_for = None
         self._wait_again(request)
         del self._leaving[slot]
         self._kv.release(request.generation)

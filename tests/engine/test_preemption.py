@@ -211,6 +211,22 @@ def test_nobody_else_comes_in_while_one_leaves_for_the_first():
     assert_complete(outputs)
 
 
+def test_who_left_comes_back_once_the_one_that_it_left_for_was_in_and_must_leave_itself():
+    """b leaves for c, then c for a's third page: b fits beside a, and overtakes c."""
+    core, _ = preempting(incremental=True, num_pages=7)
+    core.add_request("a", [1] * 4, adaptive(20, priority=0))
+    core.add_request("b", [1] * 4, adaptive(9, priority=2))
+    step_until(core, decoding(core, *"ab"))
+    core.add_request("c", [2] * 16, adaptive(9, priority=1))  # 4 pages, and then 5
+    step_until(core, lambda: core.scheduler.find("c").preemptions)
+    assert stages(core, "bc") == ["waiting", "waiting"]
+    core.step()
+    assert stages(core, "c") == ["waiting"] and stages(core, "b") != ["waiting"]
+    outputs = run(core)
+    assert_complete(outputs)
+    assert_empty(core)
+
+
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_prefix_that_only_victims_hold_is_no_room_for_the_one_that_shares_it(more):
     """It stays for the one that comes, so it brings nothing. Two victims share it; none leaves
