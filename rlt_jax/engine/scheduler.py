@@ -238,6 +238,7 @@ class Scheduler:
         self._seating = Seating(
             config,
             full_depth,
+            self._tokens_per_dispatch,
             self._policy,
             self._kv,
             self._waiting,

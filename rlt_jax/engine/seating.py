@@ -20,6 +20,7 @@ class Seating:
         self,
         config: SchedulerConfig,
         full_depth: int,
+        tokens_per_dispatch: int,
         policy: ExitPolicy,
         kv: KVAccounting,
         waiting: WaitingRequests,
@@ -31,6 +32,7 @@ class Seating:
         self._by_priority = config.policy == "priority"
         self._overcommits = config.enable_preemption and kv.incremental
         self._full_depth = full_depth
+        self._tokens_per_dispatch = tokens_per_dispatch
         self._policy = policy
         self._kv = kv
         self._waiting = waiting
@@ -89,9 +91,10 @@ class Seating:
         """Positions that a request must have room for to come in."""
         if not self._overcommits:
             return request.max_positions
-        saved = self._host.saved_positions(request.generation) or 0
-        # With one more it comes on; a prompt has the pages of all of it from the start.
-        return min(max(saved + 1, len(request.prompt)), request.max_positions)
+        positions = max(self._host.saved_positions(request.generation) or 0, len(request.prompt))
+        if request.preemptions:  # it must not leave again before its next dispatch of tokens
+            positions += self._tokens_per_dispatch
+        return min(positions, request.max_positions)
 
     # -- prefixes that are there -----------------------------------------------------------------
 

@@ -227,6 +227,26 @@ def test_who_left_comes_back_once_the_one_that_it_left_for_was_in_and_must_leave
     assert_empty(core)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "ask", "options"),
+    [
+        (3, params(9), {"tokens_per_dispatch": 2}),  # saved behind the prompt, and two tokens more
+        (4, adaptive(9), {"host_pages": 0}),  # begins again; the next token is on another page
+    ],
+)
+def test_who_comes_back_has_room_to_go_on_and_need_not_leave_at_once(prompt, ask, options):
+    """a has three pages of four until it ends; b lacks a second one, and waits for it outside."""
+    core, _ = preempting(
+        incremental=True, num_pages=4, max_num_batched_tokens=8, prefill_chunk_size=1, **options
+    )
+    core.add_request("a", [1] * 11, params(2))
+    core.add_request("b", [2] * prompt, ask)
+    outputs = run(core)
+    assert preempted(outputs) == {"b": 1}
+    assert_complete(outputs)
+    assert_empty(core)
+
+
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_prefix_that_only_victims_hold_is_no_room_for_the_one_that_shares_it(more):
     """It stays for the one that comes, so it brings nothing. Two victims share it; none leaves
