@@ -100,6 +100,10 @@ def prepare(spec: SoakSpec, model: BenchModel, configs: Configs) -> Configs:
     planes = model.config.total_ut_steps if cache.layout == "last_exited" else 1
     least = planes * -(-_MOST_POSITIONS // cache.block_size)
     check_int("--num-blocks", cache.num_blocks, minimum=least, optional=True)
+    itemsize = np.dtype(model.policy.kv_dtype).itemsize
+    num_bytes = least * cache.block_size * model.config.kv_bytes_per_position(itemsize)
+    given = cache.kv_cache_memory_bytes
+    check_int("--kv-cache-memory-bytes", given, minimum=num_bytes, optional=True)
     if cache.num_blocks is None and cache.kv_cache_memory_bytes is None:
         pages = -(-_POOL_POSITIONS // cache.block_size)
         cache = dataclasses.replace(cache, num_blocks=planes * pages)

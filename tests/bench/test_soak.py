@@ -202,6 +202,7 @@ def test_a_soak_that_comes_to_a_standstill_ends_with_what_the_engine_stands_at(
         ("--seed=-1", "--seed = -1: must be an integer >= 0"),
         ("--block-size=0", "CacheConfig.block_size = 0: must be an integer >= 1"),
         ("--num-blocks=15", "--num-blocks = 15: must be an integer >= 16"),
+        ("--kv-cache-memory-bytes=2097151", "= 2097151: must be an integer >= 2097152"),
         ("--synthetic=gpt", "--synthetic = 'gpt': must be one of ouro-1.4b"),
         ("--exit-mode=trace", "ExitConfig.depths_by_request = None: must be given"),
         ("--depths-by-request={}", "unrecognized arguments: --depths-by-request"),
