@@ -143,14 +143,17 @@ class LLMEngine:
         """How the engine stands, and what it has done since it was built.
 
         Now: running, waiting; prefill, recurrent, coda, held (of the running ones, those that wait
-        for that stage, or for the signal of a loop in flight); staged (of those in prefill, the
-        prompts that are between two loops); free_blocks, cached_blocks (held by the prefix cache
+        for that stage, or for the signal of a loop in flight), saving, restoring (whose pages are
+        on their way to the host or back); staged (of those in prefill, the prompts that are between
+        two loops); preempted (of the waiting ones, those saved on the host), host_blocks (taken
+        there by them and those on their way); free_blocks, cached_blocks (held by the prefix cache
         alone, and given up as soon as they are needed), reserved_blocks (of both, those that
         running requests may still need), total_blocks; in_flight (batches). So far: output_tokens;
         mean_depth, loops per output token; batch_occupancy, decode rows of all batches over padded
         ones; idle_row_loops, loops run by rows that had already left; prompt_tokens, and
-        cached_prompt_tokens, those of them that were not computed; executables at hand, and
-        late_compiles. None: nothing to take a mean of yet.
+        cached_prompt_tokens, those of them that were not computed; preemptions, times that a
+        request had to leave its slot; executables at hand, and late_compiles. None: nothing to take
+        a mean of yet.
         """
         with self._lock:
             parts = self._running()

@@ -215,6 +215,7 @@ def test_each_engine_can_name_its_own_compilation_cache(checkpoint, tmp_path):
 def test_stats_tell_what_is_there_and_what_was_done(checkpoint):
     engine = LLMEngine(checkpoint, **AHEAD)
     fresh = engine.stats()
+    assert {name for name in fresh if name not in LLMEngine.stats.__doc__} == set()
     assert fresh["mean_depth"] is None and fresh["batch_occupancy"] is None
     zero = ("running", "waiting", "in_flight", "output_tokens", "idle_row_loops", "late_compiles")
     assert {fresh[name] for name in zero} == {0}
