@@ -157,6 +157,10 @@ class KVAccounting:
                 lacking -= left[page] == self._holders[page] and page not in prefix
             yield lacking
 
+    def most_freed(self, leavers: Iterable[int]) -> int:
+        """Pages that come free at most when these owners leave: all, if they share none."""
+        return sum(len(self._tables[owner]) + self._reserved[owner] for owner in leavers)
+
     def table(self, owner: int) -> tuple[int, ...]:
         return self._tables[owner]
 

@@ -129,7 +129,10 @@ class Preemption:
         going = self._going()
         owners = [slots.request[slot].generation for slot in going + candidates]
         least = len(going) or int(not slots.has_free)
+        most = self._kv.most_freed(owners)
         for count, lacking in enumerate(self._kv.lacking(positions, hashes, owners)):
+            if not count and lacking > most:  # at every step: page by page it would take too long
+                return
             if lacking <= 0 and count >= least:
                 for slot in candidates[: count - len(going)]:
                     self._way_for = coming

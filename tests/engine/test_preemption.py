@@ -169,6 +169,25 @@ def test_as_many_leave_as_are_needed_and_nobody_where_all_would_not_do(pages, le
     assert_empty(core)
 
 
+@pytest.mark.parametrize(("pages", "looked_at"), [(7, 3), (8, 1)])
+def test_where_all_would_not_do_their_pages_are_not_counted_at_every_step(pages, looked_at):
+    core, _ = preempting(max_num_seqs=4, num_pages=10)
+    for name in "abc":  # 3 pages each; one is left, and the oldest stays
+        core.add_request(name, [1] * 6, adaptive(6, priority=1))
+    step_until(core, decoding(core, *"abc"))
+    lacking, seen = core.scheduler.kv.lacking, []
+
+    def counted(*ask):
+        for one in lacking(*ask):
+            seen.append(one)
+            yield one
+
+    core.scheduler.kv.lacking = counted
+    core.add_request("d", [2] * (SIZE * pages - 1), params(2))
+    core.step()
+    assert len(seen) == looked_at
+
+
 def test_the_least_urgent_leaves_first_of_these_the_largest_and_of_these_the_latest():
     """The numbers of docs/scheduler.md: priorities and output tokens behind prompts of 4 tokens."""
     asks = {"a": (0, 9), "b": (1, 9), "c": (2, 9), "d": (2, 13), "e": (2, 9), "f": (1, 21)}
