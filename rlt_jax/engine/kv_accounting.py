@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rlt_jax.engine.prefix_cache import PrefixCache
 
@@ -141,13 +141,17 @@ class KVAccounting:
         return lacking <= self._reserved[owner] + self._spare_pages
 
     def lacking(
-        self, positions: int, hashes: Sequence[bytes], leavers: Iterable[int]
+        self, positions: int, hashes: Sequence[bytes], leavers: Sequence[int]
     ) -> Iterator[int]:
         """Pages that one more owner of so many positions, the first of them known by these hashes,
-        would lack: as it is, and after each of these owners has left."""
+        would lack: as it is, and after each of these owners has left. Only the first figure where
+        they hold too little, even if they share nothing: page by page it would take long, and the
+        same is asked at every step."""
         prefix = set(self._shared(hashes))
         lacking = self.pages(positions) - len(prefix) - self._headroom // self.geometry.planes
         yield lacking
+        if lacking > sum(len(self._tables[owner]) + self._reserved[owner] for owner in leavers):
+            return
         left: Counter[int] = Counter()
         for owner in leavers:
             lacking -= self._reserved[owner]
@@ -156,10 +160,6 @@ class KVAccounting:
                 # Those of the prefix stay, for the one that comes.
                 lacking -= left[page] == self._holders[page] and page not in prefix
             yield lacking
-
-    def most_freed(self, leavers: Iterable[int]) -> int:
-        """Pages that come free at most when these owners leave: all, if they share none."""
-        return sum(len(self._tables[owner]) + self._reserved[owner] for owner in leavers)
 
     def table(self, owner: int) -> tuple[int, ...]:
         return self._tables[owner]

@@ -129,10 +129,7 @@ class Preemption:
         going = self._going()
         owners = [slots.request[slot].generation for slot in going + candidates]
         least = len(going) or int(not slots.has_free)
-        most = self._kv.most_freed(owners)
         for count, lacking in enumerate(self._kv.lacking(positions, hashes, owners)):
-            if not count and lacking > most:  # at every step: page by page it would take too long
-                return
             if lacking <= 0 and count >= least:
                 for slot in candidates[: count - len(going)]:
                     self._way_for = coming
@@ -269,8 +266,7 @@ class Preemption:
             self._host.forget(request.generation)
         else:
             self._host.keep(request.generation, saved)
-        if request is self._way_for:  # it was in
-            self._way_for = None
+        self._way_for = None if request is self._way_for else self._way_for  # it was in
         self._wait_again(request)
         del self._leaving[slot]
         self._kv.release(request.generation)
