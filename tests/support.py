@@ -175,6 +175,17 @@ class Work:
     cancel: int | None = None
 
 
+def exit_bounds(mode: str, i: int) -> dict:
+    """The i-th request's own, of SamplingParams, as far as the exit mode allows any."""
+    if mode == "weighted":
+        return {}
+    min_loops, max_loops = ((1, 4), (2, 4), (1, 3))[i % 3]
+    threshold = (0.3, 0.5, 0.7, 1.0)[i % 4]
+    if mode == "random_lookahead":
+        threshold = (0.45, 0.5, 0.55, 1.0)[i % 4]  # scores lie about one half
+    return {"min_loops": min_loops, "max_loops": max_loops, "exit_threshold": threshold}
+
+
 def random_work(numbers: int, count: int, **params) -> list[Work]:
     """`count` requests of varied lengths and loop bounds; `numbers` seeds their choice."""
     rng = np.random.default_rng(numbers)

@@ -33,9 +33,16 @@ FREE, PREFILL, RECURRENT, CODA, HELD, LAST, ENDED, SAVING, RESTORING = map(
 )
 
 # What a request that leaves its slot takes with it; the rest comes from what it asked.
-_PROGRESS = (
-    *("stage", "position", "completed", "depth", "exit_depth", "sampled", "heard", "remaining"),
-)
+_PROGRESS = [
+    "stage",
+    "position",
+    "completed",
+    "depth",
+    "exit_depth",
+    "sampled",
+    "heard",
+    "remaining",
+]
 
 
 class Slots:

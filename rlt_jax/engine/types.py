@@ -94,19 +94,18 @@ class Rows(Sequence):
     def followed_by(self, other: "Rows") -> "Rows":
         """These rows, then the others."""
         columns = {
-            field.name: np.concatenate([getattr(self, field.name), getattr(other, field.name)])
-            for field in dataclasses.fields(Row)
-            if field.name != "tokens"
+            name: np.concatenate([column, getattr(other, name)]) for name, column in self._columns()
         }
         return Rows(**columns, tokens=(self.tokens or ((),) * len(self)) + other.tokens)
 
+    def _columns(self) -> Iterator[tuple[str, np.ndarray]]:
+        """All but the tokens, by name."""
+        names = (field.name for field in dataclasses.fields(Row) if field.name != "tokens")
+        return ((name, getattr(self, name)) for name in names)
+
     def where(self, kept: np.ndarray) -> "Rows":
         """Those of a mask [rows]."""
-        columns = {
-            field.name: getattr(self, field.name)[kept]
-            for field in dataclasses.fields(Row)
-            if field.name != "tokens"
-        }
+        columns = {name: column[kept] for name, column in self._columns()}
         tokens = tuple(t for t, keep in zip(self.tokens, kept.tolist()) if keep)
         return Rows(**columns, tokens=tokens)
 
@@ -124,11 +123,7 @@ class Rows(Sequence):
         yield from map(Row, *numbers, tokens or ((),) * len(self))
 
     def __getitem__(self, i: int) -> Row:
-        columns = {
-            field.name: getattr(self, field.name)[i].item()
-            for field in dataclasses.fields(Row)
-            if field.name != "tokens"
-        }
+        columns = {name: column[i].item() for name, column in self._columns()}
         return Row(**columns, tokens=self.tokens[i] if self.tokens else ())
 
 

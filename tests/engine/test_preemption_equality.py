@@ -16,7 +16,7 @@ from rlt_jax.outputs import RequestOutput
 from tests.engine.test_admission_equality import TINY
 from tests.engine.test_equality import essence
 from tests.engine.test_prefix_equality import PIPELINES, REFILL, STAGED
-from tests.support import SHAPES, Watched, Work, build_engine, drive, watch
+from tests.support import SHAPES, Watched, Work, build_engine, drive, exit_bounds, watch
 
 # Slots that more urgent requests take; pages that running ones lack; both, and shared prefixes.
 FORCED = {
@@ -56,13 +56,7 @@ def work(mode: str) -> list[Work]:
     for i in range(12):
         beginning = [(11 * (i % 2) + 7 * j) % 97 for j in range(8)]
         own = [(31 * i + j) % 97 for j in range(1 + (5 * i) % 14)]
-        bounds = {}
-        if mode != "weighted":
-            loops = ((1, 4), (2, 4), (1, 3))[i % 3]
-            threshold = (0.3, 0.5, 0.7, 1.0)[i % 4]
-            if mode == "random_lookahead":
-                threshold = (0.45, 0.5, 0.55, 1.0)[i % 4]  # scores lie about one half
-            bounds = {"min_loops": loops[0], "max_loops": loops[1], "exit_threshold": threshold}
+        bounds = exit_bounds(mode, i)
         params = SamplingParams(
             max_tokens=9 + (7 * i) % 17,
             temperature=0.8 * (i % 3 == 1),

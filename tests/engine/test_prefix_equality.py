@@ -9,7 +9,7 @@ from rlt_jax import LLM, CacheConfig, ExecutionConfig, SamplingParams, Scheduler
 from rlt_jax.config import ExitConfig
 from rlt_jax.outputs import RequestOutput
 from tests.engine.test_equality import essence, features
-from tests.support import SHAPES, Work, build_engine, drive, watch
+from tests.support import SHAPES, Work, build_engine, drive, exit_bounds, watch
 
 PAGE = SHAPES["tight"].block_size
 HOST, DEVICE, AHEAD, BOTH = (False, "host"), (False, "device"), (True, "host"), (True, "device")
@@ -46,13 +46,7 @@ def conversations(mode: str, count: int = 14, moving_on: bool = False) -> list[W
         beginning = [(11 * first + 7 * j) % 97 for j in range(PAGE)]
         beginning += [(13 * second + 5 * j) % 97 for j in range(PAGE)]
         own = [(31 * i + j) % 97 for j in range(i % 5)]
-        bounds = {}
-        if mode != "weighted":
-            loops = ((1, 4), (2, 4), (1, 3))[i % 3]
-            threshold = (0.3, 0.5, 0.7, 1.0)[i % 4]
-            if mode == "random_lookahead":
-                threshold = (0.45, 0.5, 0.55, 1.0)[i % 4]  # scores lie about one half
-            bounds = {"min_loops": loops[0], "max_loops": loops[1], "exit_threshold": threshold}
+        bounds = exit_bounds(mode, i)
         sampling = {"temperature": 0.8 * (i % 4 == 3), "seed": 2**40 + i, "logprobs": 0}
         params = SamplingParams(max_tokens=5 + i % 7, **bounds, **sampling)
         work.append(Work(tuple(beginning + own), params, arrival=5 * i))
